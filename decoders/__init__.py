@@ -1,4 +1,4 @@
-"""Faster, pluggable decoding for Hugging Face causal language models, token for token the same output.
+"""Faster, pluggable decoding for Hugging Face causal language models. The output stays the same, token for token.
 
 import decoders
 model = decoders.enable(model, tokenizer=tokenizer)
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .tree import Topology, TreeTensors
     from .verifiers import Block, Outcomes, Verifier
 
-#: The module of each public name. Modules are imported on first use, so that ``import decoders`` and the command line start quickly.
+#: The module of each public name. Modules are imported on first use, so that ``import decoders`` and the commands start quickly.
 _HOME = {
     "__version__": "common.version",
     "enable": "enabling",

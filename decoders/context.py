@@ -1,4 +1,4 @@
-"""The context of a call: the data and functions that the loop passes to a strategy at the call's start."""
+"""The context of a call: the data and functions that a strategy gets from the loop at the start of a call."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def _same_vocabulary(model: PreTrainedModel | str) -> None:
-    """:attr:`Context.vocabulary_of` outside a call: returns None, as if every draft model had the target's token ids."""
+    """The default of :attr:`Context.vocabulary_of`, outside a call. Returns None, as if all draft models had the target's token ids."""
 
 
 def no_costs(measure: bool = False) -> None:
-    """:attr:`Context.costs` outside a call, and for strategies that draft for a draft model: returns None, for "not measured"."""
+    """:attr:`Context.costs` outside a call, and for strategies that draft for a draft model. Returns None for "not measured"."""
 
 
 def no_memory(key: str, factory: Callable[[], Any], of: Configured | None = None) -> Any:
-    """:attr:`Context.memory` if nothing is kept between calls: returns a new object from `factory`.
+    """:attr:`Context.memory` when nothing is kept between calls. Returns a new object from `factory`.
 
     Used outside a call, for strategies that draft for a draft model, and with the setting ``memory=False``.
     """
@@ -48,54 +48,54 @@ class Context:
     """The inputs from which a strategy prepares its state, once per ``generate`` call.
 
     Attributes:
-        model: the user's model, for its weights and config; do not change it.
+        model: the user's model. Strategies read its weights and config, but must not change it.
         tokenizer: the tokenizer given to ``enable`` or ``generate``, if any.
         assistant_model: the ``assistant_model=`` of the call, if any.
         rows: number of rows ``B``.
         slots: capacity of each row in tokens, prompt included.
         device: device of the loop's tensors.
         vocab_size: size ``V`` of the target's logits.
-        compile: compiles a plain tensor function without graph breaks, once per model, with dynamic sizes; returns the function
-            unchanged if the call runs uncompiled. The time of the function's first call is reported as compile time.
+        compile: compiles a tensor function without graph breaks and with dynamic sizes, once per model. In an uncompiled call it
+            returns the function unchanged. The time of the function's first call is reported as compile time.
         draft: opens a draft model for this call: ``draft(model, ahead=K)`` returns a :class:`~decoders.drafters.Drafter`; see
             :class:`~decoders.drafters.OpensDraft`.
-        vocabulary_of: compares the vocabularies of a draft model and the target: ``vocabulary_of(model)`` returns an
-            :class:`~decoders.drafters.OtherVocabulary` if their token ids differ, or None if the ids are the same or there are no
-            tokenizers to compare. `draft` also takes a model with another vocabulary, if the vocabularies share enough tokens.
+        vocabulary_of: compares the vocabularies of a draft model and the target. ``vocabulary_of(model)`` returns an
+            :class:`~decoders.drafters.OtherVocabulary` if their token ids differ. It returns None if the ids are the same, or if
+            there are no tokenizers to compare. `draft` also takes a model with another vocabulary, if the vocabularies share enough
+            tokens.
         strategy: creates a strategy from a registry name and settings, for strategies that are composed of others.
-        sequences: the rows at the start, prompts only; None in a context created outside a call.
-        coupled: whether drafters and target draw tokens with the same noise, so that a draft token is likely to be the target's.
-            If False, sampled drafts must have :attr:`Draft.scores`.
+        sequences: the rows at the start of the call, which hold only prompts; None in a context created outside a call.
+        coupled: whether drafters and target draw tokens with the same noise, so that they are likely to draw the same token. If
+            False, sampled drafts must have :attr:`Draft.scores`.
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
-        plan: the operations on logits before the target chooses a token (:func:`decoders.sampling.process`). Strategies that compute
-            scores apply the same operations. None: greedy, without operations.
+        plan: the operations on the target's logits before a token is chosen (:func:`decoders.sampling.process`). Strategies that
+            compute scores apply the same operations. None: greedy, without operations.
         sampling: the tensors that `plan` reads: the rows' temperatures and other parameters, and noise keys.
-        guide: an object whose ``forced`` returns the tokens that the rows' grammars force (:class:`~decoders.drafters.Forced`); None
-            without ``grammar=``. Strategies need not avoid draft tokens that the grammar forbids: the loop removes them.
+        guide: looks up the tokens that the rows' grammars force (:class:`~decoders.drafters.Forced`); None without ``grammar=``.
+            Strategies may draft tokens that the grammar forbids, because the loop removes them.
         decoder_layers: number of the target's decoder layers, for :attr:`Strategy.hidden_layers`.
-        costs: the seconds of a verification step on this machine by its number of nodes: ``costs()`` returns a
-            :class:`decoders.costs.StepCosts`, which the loop updates during the call, or None if nothing was measured;
+        costs: how many seconds a step takes on this machine, by its number of nodes. ``costs()`` returns a
+            :class:`decoders.costs.StepCosts`, which the loop updates during the call, or None if nothing was measured.
             ``costs(measure=True)`` first measures steps of several sizes.
-        memory: objects that the strategy keeps between calls on the model: ``memory(key, factory)`` returns the object that
-            `factory` created in the first call with this `key`, this strategy class and these settings. The object must not
-            change which tokens are written. If many objects are kept, the least recently used are dropped; :func:`decoders.forget`
-            and :func:`decoders.release` drop all. With the setting ``memory=False``, and for strategies that draft for a draft model,
-            every call gets a new object.
-        texts: the texts given to :func:`decoders.remember`, for all calls and strategies, in a
-            :class:`~decoders.text_memory.TextMemory`; None without texts, and for strategies that draft for a draft model.
-        embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``, without a factor that the model applies
-            afterwards (as Gemma-2 does).
-        head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32, with
-            the soft cap or factor that the model applies afterwards.
-        module: prepares a drafting network that is no language model: ``module(module, ahead=K, example=(…))`` returns
+        memory: keeps objects between calls on the model. ``memory(key, factory)`` returns the object that `factory` created in the
+            first call with this `key`, this strategy class and these settings. The object must not change which tokens are written.
+            If many objects are kept, the least recently used are dropped. :func:`decoders.forget` and :func:`decoders.release` drop
+            all. With the setting ``memory=False``, and for strategies that draft for a draft model, every call gets a new object.
+        texts: the texts given to :func:`decoders.remember`, in a :class:`~decoders.text_memory.TextMemory`. All calls and strategies
+            share it. None without texts, and for strategies that draft for a draft model.
+        embed: the target's embedding module: ``embed(tokens)``, ``[…]`` int64 to ``[…, H]``. A factor that the model applies
+            afterwards (as Gemma-2 does) is not included.
+        head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32. A
+            soft cap or factor that the model applies afterwards is included.
+        module: prepares a drafting network that is no language model. ``module(module, ahead=K, example=(…))`` returns
             :class:`~decoders.drafters.ModulePasses`; see :class:`~decoders.drafters.OpensModule`.
-        new_tokens: greatest number of tokens that a row may write, if all rows begin together and the call ends with its slowest row;
-            None if requests join and leave.
+        new_tokens: greatest number of tokens that a row may write; None if requests join and leave. Otherwise all rows begin
+            together, and the call ends with its slowest row.
         clock: returns the time in seconds, for strategies that decide by time (:attr:`Strategy.timed`). All processes that share the
             target get the time of the first process, so every process must call the clock equally often.
-        first_layers: ``first_layers(count)`` returns the target's first `count` layers with its last norm and head: a draft model
-            for :attr:`draft` that shares the target's weights and KV cache, so that it need not read the prompts. If a strategy
-            opens several of these draft models, one must finish its draft before another begins.
+        first_layers: ``first_layers(count)`` returns a draft model for :attr:`draft`: the target's first `count` layers with its last
+            norm and head. It shares the target's weights and KV cache, so it need not read the prompts. If a strategy opens several
+            of these draft models, one must finish its draft before another begins.
     """
 
     model: PreTrainedModel
@@ -127,9 +127,11 @@ class Context:
     first_layers: Callable[[int], PreTrainedModel] = _outside_a_call
 
     def part(self, strategy: Configured, seldom: bool = False) -> Context:
-        """Returns the context for `strategy`, a part of a composed strategy: its :attr:`memory` returns objects of this part only.
+        """Returns the context for `strategy`, a part of a composed strategy. Each part has objects of its own in :attr:`memory`.
 
-        seldom: whether the part may draft late or never (in ``auto``). If so, its draft models read the prompts at their first draft.
+        Args:
+            seldom: whether the part may draft late or never (in ``auto``). If so, its draft models read the prompts at their first
+                draft.
         """
         draft = partial(self.draft, seldom=True) if seldom else self.draft
         return replace(self, memory=partial(self.memory, of=strategy), draft=draft)

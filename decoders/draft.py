@@ -22,14 +22,15 @@ class Draft:
         tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no draft
             token": the node and its descendants are never accepted.
         topology: the tree of the nodes: one for all rows (:class:`Topology`), or one per row (:class:`TreeTensors`).
-        scores: ``[B, N-1, V]`` float32: the ``softmax`` of a draft token's scores is the distribution that it was sampled from;
-            siblings are sampled without replacement, in node order. None if no token was sampled; the coupled verifier needs no scores.
-        depth: for trees per row, the greatest number of draft tokens on a path, or None if it is unknown; see :attr:`levels`.
-        grades: ``[B, N-1]`` int64, 0 or more except at -1 tokens: the strategy's confidence in each draft token, on a scale of few
-            values that it defines. Tokens of the same grade should be right about equally often; ``auto`` counts how often they are.
+        scores: ``[B, N-1, V]`` float32. A draft token was sampled from the ``softmax`` of its scores. Siblings were sampled without
+            replacement, in node order. None if no token was sampled. The coupled verifier needs no scores.
+        depth: for one tree per row, the greatest number of draft tokens on a path, or None if it is unknown; see :attr:`levels`.
+        grades: ``[B, N-1]`` int64, the strategy's confidence in each draft token, 0 or more (at -1 tokens, any value). The strategy
+            defines the scale, which should have few values. Tokens of the same grade should be right about equally often. ``auto``
+            counts how often they are.
         drafters: for reports, the name of the strategy that proposed each draft token of every row; None if one strategy drafted.
-        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop checks and pads the draft on the CPU, and moves it to
-            the device in one copy, with `scores` if the verifier uses them.
+        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop then checks and pads the draft on the CPU, and moves it
+            to the device in one copy, with `scores` if the verifier uses them.
     """
 
     tokens: Tensor
@@ -42,29 +43,31 @@ class Draft:
 
     @property
     def levels(self) -> int:
-        """Upper bound of the tree's depth; on the device, the loop evaluates grammars for this number of levels."""
+        """Upper bound of the tree's depth. On the device, the loop evaluates grammars for this number of levels."""
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth
 
     @property
     def in_place(self) -> bool:
-        """:attr:`~decoders.tree.topology.Topology.in_place` of the topology; False for trees per row, for which it is unknown."""
+        """The topology's :attr:`~decoders.tree.topology.Topology.in_place`. False for one tree per row, for which it is unknown."""
         return isinstance(self.topology, Topology) and self.topology.in_place
 
     @property
     def parents(self) -> Sequence[Sequence[int]]:
-        """Per row, the parent of each node; -1 for the root and for nodes that are never accepted. Waits for the device."""
+        """For every row, the parent of each node. -1 for the root and for nodes that are never accepted. Waits for the device."""
         return parents_by_row(self.topology, len(self.tokens))
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether every node may be accepted. If not, some run only for their outputs (lookahead's window), and none may be dropped."""
+        """Whether every node may be accepted. If not, some nodes run only for their outputs, such as lookahead's window, and the loop
+        must not drop nodes.
+        """
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
 
     def head(self, count: int) -> Draft:
-        """The draft of each row's first `count` draft tokens, which form a tree, because parents come before their children."""
+        """The draft with only the first `count` draft tokens of each row. They form a tree, because parents come before children."""
         if count >= self.tokens.shape[1]:
             return self
         return replace(
@@ -74,7 +77,7 @@ class Draft:
         )  # fmt: skip
 
     def read(self) -> tuple[list[list[int]], Sequence[Sequence[int]], list[list[int]] | None]:
-        """Tokens, :attr:`parents` and grades (None without grades) as lists. Waits once for the device, unless :attr:`on_host`."""
+        """Tokens, :attr:`parents` and grades (None without grades) as lists. Waits for the device once, unless :attr:`on_host`."""
         tree = self.topology
         tensors = [self.tokens, *([] if self.grades is None else [self.grades])]
         if isinstance(tree, TreeTensors):
@@ -86,7 +89,7 @@ class Draft:
         return parts[0], parts[-1] if isinstance(tree, TreeTensors) else self.parents, grades
 
     def moved(self, device: torch.device) -> Draft:
-        """Moves a draft that is :attr:`on_host` to `device` in one copy; returns other drafts as they are."""
+        """Moves a draft that is :attr:`on_host` to `device` in one copy. Returns other drafts as they are."""
         if not self.on_host:
             return self
         tree = self.topology
@@ -128,8 +131,8 @@ class Draft:
         """Returns a draft from lists, for strategies that work on the host.
 
         Args:
-            tokens: the draft tokens of every row; all rows have the same number.
-            parents: parents of every row's nodes, root included, as in :meth:`TreeTensors.from_parents`; None: chains.
+            tokens: the draft tokens of every row, the same number in all rows.
+            parents: for every row, the parents of its nodes, root included, as in :meth:`TreeTensors.from_parents`. None: chains.
             depth, grades: see :class:`Draft`.
 
         Raises:
@@ -150,7 +153,7 @@ class Draft:
 
     @staticmethod
     def nothing(rows: int, device: torch.device) -> Draft:
-        """A draft without tokens for each of `rows` rows, which are then decoded plainly."""
+        """A draft without tokens for `rows` rows. These rows are then decoded plainly."""
         return Draft(torch.empty(rows, 0, dtype=torch.int64, device=device), Topology.chain(0))
 
     def check(self, rows: int) -> None:
@@ -191,7 +194,7 @@ def _is(value: object, dtype: torch.dtype, shape: Sequence[int]) -> bool:
 
 
 def check_draft(draft: object, proposer: str, rows: int) -> None:
-    """Checks type, shapes and dtypes of the draft that the strategy named `proposer` returned. The loop checks values on the device.
+    """Checks type, shapes and dtypes of a draft from the strategy named `proposer`. The loop checks values on the device.
 
     Raises:
         DraftError: `draft` is no :class:`Draft` for `rows` rows.

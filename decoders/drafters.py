@@ -1,5 +1,6 @@
-"""Interfaces that strategies draft with: a draft model (``Context.draft``), a module (``Context.module``), and the text that a grammar
-forces (``Context.guide``).
+"""The interfaces with which strategies draft: a draft model, a drafting network, and the text that a grammar forces.
+
+They are attributes of the call's context: ``Context.draft``, ``Context.module`` and ``Context.guide``.
 
 Letters: ``B`` rows, ``Q`` nodes to continue, ``C`` continuations per node, ``N`` nodes of a block, ``V`` vocabulary.
 """
@@ -33,10 +34,10 @@ class Expansion:
     """Continuations that a draft model proposes for ``Q`` nodes.
 
     Attributes:
-        tokens: ``[B, Q, C]`` int64, the ``C`` best next tokens of every node, by scores plus noise; greedy decoding has noise 0.
-        weights: ``[B, Q, C]`` float32, log-probabilities of the tokens by ``softmax(scores + noise)``.
-        scores: ``[B, Q, V]`` float32, the draft model's logits after the call's logits operations, ``-inf`` for tokens that it lacks;
-            None if the call does not need them.
+        tokens: ``[B, Q, C]`` int64, the ``C`` best next tokens of every node, by scores plus noise. Greedy decoding has noise 0.
+        weights: ``[B, Q, C]`` float32, log-probabilities of the tokens under ``softmax(scores + noise)``.
+        scores: ``[B, Q, V]`` float32, the draft model's logits after the call's operations on logits, ``-inf`` for tokens that the
+            draft model lacks; None if the call does not need them.
     """
 
     tokens: Tensor
@@ -62,15 +63,16 @@ class Advance:
 class Drafter(ABC):
     """A draft model during a call. It stores its own copy of the committed tokens, followed by draft tokens, and has its own cache.
 
-    A round computes one draft: :meth:`begin`, then forward passes, which return the draft's tokens. For a chain, :meth:`extend`
-    appends the draft model's own token to every row. With a stage (a strategy that drafts for the draft model), :meth:`advance`
-    verifies the stage's draft tokens as the target verifies drafts, and may append several. For a tree, :meth:`root` and
-    :meth:`expand` return the best continuations of nodes, level by level. All results stay on the device.
+    A round computes one draft: it calls :meth:`begin` and then runs forward passes. For a chain, :meth:`extend` appends the draft
+    model's own next token to every row. For a tree, :meth:`root` and :meth:`expand` return the best continuations of nodes, level by
+    level. With a stage (a strategy that drafts for the draft model), :meth:`advance` verifies the stage's draft tokens as the target
+    verifies drafts, and may append several tokens. All results stay on the device.
 
     Attributes:
         vocab_size: number of the target's tokens that the draft model can propose.
         children: ``C``, continuations per node: the requested number, or the size of the draft model's vocabulary if that is smaller.
-        mask_token: the mask id of a model trained to draft several tokens in one pass (PARD, arXiv:2504.18583); None for others.
+        mask_token: the mask id of a model that was trained to draft several tokens in one pass (PARD, arXiv:2504.18583); None for
+            others.
     """
 
     vocab_size: int
@@ -89,15 +91,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, sequences: Sequences) -> None:
-        """Begins a round: copies the committed tokens, and drops rejected tokens of the last round."""
+        """Begins a round: copies the committed tokens, and drops the last round's rejected tokens."""
 
     @abstractmethod
     def extend(self) -> Expansion:
-        """Runs one pass, appends the draft model's next token to every row, and returns it with its log-probability; ``C`` is 1."""
+        """Runs one pass and appends the draft model's next token to every row. Returns it with its log-probability; ``C`` is 1."""
 
     @abstractmethod
     def advance(self) -> Advance:
-        """Runs one pass, which verifies the stage's draft tokens and appends one token or more to every row."""
+        """Runs one pass that verifies the stage's draft tokens, and appends one token or more to every row."""
 
     @abstractmethod
     def root(self) -> Expansion:
@@ -112,18 +114,18 @@ class Drafter(ABC):
 
     @abstractmethod
     def drafted(self, count: int) -> Tensor:
-        """``[B, count]`` int64: the tokens appended since :meth:`begin`; -1 after a row's last token."""
+        """``[B, count]`` int64: the tokens appended since :meth:`begin`, -1 after a row's last token."""
 
     @abstractmethod
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
-        """Computes from a step how many tokens at a row's end the draft model must read again in the next round.
+        """Computes from a step how many of a row's last tokens the draft model must read again in the next round.
 
         Args:
             step: the verified draft.
-            own_nodes: number of nodes that this drafter proposed, root included. ``step.own_nodes``, if not None, counts instead. If
-                the block has nodes of other drafters (merged strategies), the step may have accepted those nodes.
-            displaced: greatest number of accepted nodes whose keys and values are not in the slot of their position: 0 for a chain,
-                the depth for a tree.
+            own_nodes: number of nodes that this drafter proposed, root included. If ``step.own_nodes`` is not None, it is used
+                instead. In merged strategies the block also has nodes of other drafters, and the step may have accepted those nodes.
+            displaced: greatest number of accepted nodes that are in another slot than that of their position: 0 for a chain, the
+                depth for a tree.
         """
 
 
@@ -132,9 +134,9 @@ class OtherVocabulary:
     """A draft model whose vocabulary differs from the target's.
 
     Attributes:
-        own, other: the vocabularies of the target and of the draft model.
+        own, other: the vocabularies of the target (own) and of the draft model (other).
         begin: the tokens that the draft model expects before every text.
-        shared: fraction of the target's text tokens that the draft model has.
+        shared: fraction of the target's text tokens that the draft model also has.
     """
 
     model: PreTrainedModel
@@ -147,8 +149,8 @@ class OtherVocabulary:
 class ModulePasses(ABC):
     """Runs the forward passes of a drafting network (a module that is no language model) during a call, with its own slot cache.
 
-    Committed position ``p`` of a row is in slot ``p``, node ``i`` of a block in slot ``base + i``. Slots that a pass writes after a
-    row's end are overwritten before they are read. All results stay on the device.
+    The committed token at position ``p`` of a row is in slot ``p``. Node ``i`` of a block is in slot ``base + i``. Slots that a pass
+    writes after a row's end are overwritten before they are read. All results stay on the device.
 
     Attributes:
         passes: number of forward passes so far.
@@ -161,17 +163,19 @@ class ModulePasses(ABC):
         """Runs the module on ``Q`` nodes of every row and returns its output.
 
         Args:
-            base: ``[B]`` int64, slot and position of the block's node 0; all slots before it are visible.
+            base: ``[B]`` int64, slot and position of the block's node 0. All slots before it are visible.
             inputs: ``[B, Q, …]`` each, the module's inputs.
             tree: the block's tree. This pass runs its last ``Q`` nodes; earlier passes ran the other nodes. None: a chain. `visible`
-                of the tree may be any mask, even a bidirectional one; its `ancestors` and `parents` are not read.
-            options: further keyword arguments of the module. Each combination is compiled by itself, so there should be few.
+                of the tree may be any mask, even a bidirectional one. Its `ancestors` and `parents` are not read.
+            options: further keyword arguments of the module. Each combination is compiled separately, so there should be few.
         """
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The keyword for the key-value cache, ``cache`` or ``past_key_values``: from the signature of ``module.forward``, else the
-    keyword of the installed transformers (5.24 renamed it). Call it once per module, not in each pass.
+    """The keyword with which `module` takes the KV cache: ``cache`` or ``past_key_values``.
+
+    It comes from the signature of ``module.forward``, or else is the keyword of the installed transformers (5.24 renamed it). Call
+    this function once per module, not in each pass.
     """
     from .common import transformers_compat
 
@@ -227,13 +231,14 @@ class DraftVocabulary:
         self, logits: Tensor, count: int, plan: SamplingPlan | None, sampling: SamplingInputs | None, positions: Tensor,
         keep_scores: bool = False,
     ) -> Expansion:  # fmt: skip
-        """The best continuations of every node, `count` each, as the target's ids. Sampling adds the target's noise for these ids.
+        """The `count` best continuations of every node, as the target's ids. When sampling, the target's noise for these ids is
+        added.
 
         Args:
             logits: ``[B, Q, D]``, the drafter's logits.
             plan, sampling: from the :class:`~decoders.strategy.Context`.
             positions: ``[B, Q]`` int64, number of tokens that the row has generated before each node's continuation.
-            keep_scores: whether the expansion has scores; they are ``-inf`` for tokens that the drafter lacks.
+            keep_scores: whether the expansion has scores. They are ``-inf`` for tokens that the drafter lacks.
         """
         plan = plan or SamplingPlan()
         scores = logits.float()
@@ -264,13 +269,14 @@ class OpensDraft(Protocol):
             model: a model object or a path.
             ahead: greatest number of nodes that a round writes to the cache after the committed tokens.
             children: number of continuations per node in :attr:`Expansion.tokens`.
-            stage: a strategy that drafts for the draft model; rounds then consist of :meth:`Drafter.advance`.
-            seldom: whether the strategy may draft late or never. If so, the draft model reads the prompts at its first draft; if rows
-                join and leave, it reads a row's prompt when the row joins. No effect with a stage: it reads them at the call's start.
+            stage: a strategy that drafts for the draft model. Rounds then consist of calls of :meth:`Drafter.advance`.
+            seldom: whether the strategy may draft late or never. If so, the draft model reads the prompts at its first draft. If rows
+                join and leave, it reads a row's prompt when the row joins. With a stage, it always reads the prompts at the call's
+                start.
 
         Raises:
-            UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts, which only the target
-                provides.
+            UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts. Only the target
+                provides these.
         """
 
 
@@ -280,15 +286,16 @@ class OpensModule(Protocol):
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """Returns an object that runs the module with slot cache, tree masks and kernels as a draft model; compiled if the call is.
+        """Returns an object that runs the module like a draft model, with slot cache, tree masks and kernels. Compiled if the call
+        is.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
-                ``forward`` has this keyword). It must pass these three to its attention layers, which must be transformers' own (such
-                as ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache).
+                ``forward`` has this keyword). It must pass these three to its attention layers. The layers must be transformers' own,
+                such as ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache.
             ahead: greatest number of nodes that a step writes after a row's committed tokens.
             example: the module's inputs for one node, ``[1, 1, …]`` each.
-            on_device: False if the strategy waits for the device, so that its steps are not recorded.
+            on_device: False if the strategy waits for the device. Its steps are then not recorded.
 
         Raises:
             UnsupportedError: the module is on another device.
@@ -310,9 +317,11 @@ class Forced(Protocol):
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """Returns tokens for the bytes that must come next, ``[B, K]`` int64, -1 after the last token; ``K`` is at most `limit`.
 
-        The bytes are split into tokens by the row's tokenization history: into tokens that followed the same token, or began with the
-        same byte, earlier in the row. Without a history, the tokenizer splits them; last bytes that it may join with later bytes are
-        omitted.
+        The row's tokenization history decides how the bytes are split into tokens: tokens are preferred that earlier in the row
+        followed the same token, or began with the same byte. If there are none, the tokenizer splits the bytes. Last bytes that it
+        may join with later bytes are then omitted.
 
-        sequences: the committed rows, as :meth:`Strategy.propose` gets them.
+        Args:
+            sequences: the committed rows, the argument of :meth:`Strategy.propose`.
+            limit: greatest number of tokens per row.
         """

@@ -1,7 +1,7 @@
 """Enables, disables, releases, warms up and calibrates models.
 
-Only this module imports the package ``hf``, which contains the replacement of transformers' ``generate``. Schedulers get prepared calls
-from the object that :func:`enabled` returns.
+The package ``hf`` contains the function that replaces transformers' ``generate``. Only this module imports it. Schedulers get
+prepared calls from the object that :func:`enabled` returns.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def enable(
     strategy: str | type[Strategy] | Strategy | None = None, strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Replaces ``model.generate`` by a function that accepts ``strategy=…``. Returns `model`, whose config and weights do not change.
+    """Replaces ``model.generate`` by a function that accepts ``strategy=…``. Returns `model`. Its config and weights do not change.
 
     A second call replaces the tokenizer if it passes one, and all default settings if it passes any. :func:`disable` undoes both calls.
 
     Args:
-        model: a causal language model of transformers, or a ``PeftModel`` around it. The results of its ``merge_and_unload()`` and
-            ``unload()`` are enabled, too.
-        tokenizer: for strategies, grammars and ``stop_strings``; a call may pass another tokenizer.
-        strategy: decodes calls without ``strategy=``, in place of transformers' ``generate``.
+        model: a causal language model of transformers, or a ``PeftModel`` around one. The models that its ``merge_and_unload()`` and
+            ``unload()`` return are also enabled.
+        tokenizer: for strategies, grammars and ``stop_strings``. A call may pass another tokenizer.
+        strategy: decodes calls without ``strategy=``, instead of transformers' own ``generate``.
         strategy_config: settings of `strategy`.
-        settings: settings of the loop, as in ``decoders_config``: ``compile=False``. Calls and generation configs override them; they
-            override the environment and the file.
+        settings: settings of the loop, as in ``decoders_config``, for example ``compile=False``. They override the environment and
+            the file. Calls and generation configs override them.
 
     Raises:
         UnsupportedError: `model` is no transformers model that can generate.
@@ -105,14 +105,14 @@ def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
-    """Enables `model` and returns its replacement of ``generate``, from which schedulers get prepared calls."""
+    """Enables `model` and returns the object that replaces its ``generate``. Schedulers get prepared calls from this object."""
     enable(model, tokenizer)
     present: Generate = vars(model)["generate"]
     return present
 
 
 def tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that :func:`enable` was given for `model`; None without one, and for a model that is not enabled."""
+    """The tokenizer that :func:`enable` was given for `model`. None if it was given none, or if the model is not enabled."""
     present = vars(model).get("generate")
     return present.tokenizer if isinstance(present, Generate) else None
 
@@ -122,8 +122,8 @@ def compiles_grammars_with(
 ) -> tuple[Vocabulary, Backend, float]:
     """The vocabulary, the backend and the time limit (seconds) with which calls on an enabled `model` compile their grammars.
 
-    For servers that compile grammars before calls need them: :func:`decoders.constraints.compiled` takes these three values, and calls
-    take the grammar that it returns as ``grammar=``.
+    Servers use these three values to compile grammars before calls need them. :func:`decoders.constraints.compiled` takes the values,
+    and calls take the grammar that it returns as ``grammar=``.
 
     Args:
         stops: ids of the stop tokens of the calls.
@@ -139,8 +139,9 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     """Checks `arguments` of ``generate``, with or without a prompt, before calls on an enabled `model`.
 
     Raises:
-        SettingsError: a value has the wrong type, or there is no strategy. UnknownNameError: a name is unknown.
-        UnsupportedError: an argument that the loop cannot honour.
+        SettingsError: a value has the wrong type, or there is no strategy.
+        UnknownNameError: a name is unknown.
+        UnsupportedError: the loop does not support an argument.
     """
     present = vars(model).get("generate")
     defaults = present.defaults if isinstance(present, Generate) else NO_DEFAULTS
@@ -152,9 +153,9 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
 
 @keywords_named
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Calls :func:`release`, and restores the ``generate`` from before :func:`enable`, if the model is enabled. Returns `model`.
+    """Undoes :func:`enable`: calls :func:`release`, and restores the former ``generate``. Returns `model`.
 
-    A ``generate`` that you have set on the model since then stays.
+    Does nothing if the model is not enabled. If you have set another ``generate`` on the model since then, it stays.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
@@ -177,7 +178,8 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     """Frees everything that an enabled model keeps between calls. The model stays enabled. Returns `model`.
 
     Drops quantized weights, caches with their texts, compiled code and recorded steps, of the model and of its draft models. The next
-    call creates them again. Waits for a running call of another thread. Does nothing if the model is not enabled or was not used.
+    call creates them again. Waits until a running call of another thread has ended. Does nothing if the model is not enabled or was
+    not used.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
@@ -192,9 +194,9 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Drops an enabled model's data from earlier calls and from :func:`remember`: memories of strategies, and texts. Returns `model`.
 
-    Quantized weights and compiled code stay: the next call is as fast as the first call after :func:`warmup`. The written tokens do not
-    change. Draft models forget, too. Waits for a running call of another thread. Does nothing if the model is not enabled or was not
-    used.
+    Quantized weights and compiled code stay, so the next call is as fast as the first call after :func:`warmup`. The written tokens
+    do not change. Draft models also forget. Waits until a running call of another thread has ended. Does nothing if the model is not
+    enabled or was not used.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
@@ -207,9 +209,9 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
 
 @keywords_named
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
-    """The objects that strategies keep between calls on an enabled model (texts of ``suffix``, rates of ``auto``, …), for pickling.
+    """The objects that strategies keep between calls on an enabled model, such as texts of ``suffix`` and rates of ``auto``.
 
-    :func:`remember` loads them into a model in another process.
+    They can be pickled. :func:`remember` gives them to a model in another process.
 
     Returns:
         (strategy class, strategy with its settings, name of the memory) → object. Empty for a model that is not enabled or was not
@@ -234,14 +236,14 @@ def remember(
     The written tokens do not change. :func:`forget` drops texts and memories.
 
     Args:
-        memories: replace the model's memories with the same keys; others stay. Unpickling runs code: load only your own files.
-        texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids, for ``suffix``, alone and in
-            ``auto``. Added to earlier texts, and used in all calls. Beyond 262,144 tokens, the texts that were least recently matched
-            are dropped, with a warning.
+        memories: they replace the model's memories that have the same keys. Unpickling runs code, so load only your own files.
+        texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids. ``suffix`` drafts from them,
+            alone and in ``auto``, in all calls. They are added to earlier texts. Beyond 262,144 tokens, the texts that were least
+            recently matched are dropped, with a warning.
 
     Raises:
-        UnsupportedError: `model` is not a model of transformers, or not enabled. SettingsError: there is no tokenizer, or `texts` are
-            invalid or have token ids that the model lacks.
+        UnsupportedError: `model` is not a model of transformers, or not enabled.
+        SettingsError: there is no tokenizer, or `texts` are invalid or have token ids that the model lacks.
     """
     present = _present(model, "remember")
     if present is None:
@@ -256,14 +258,14 @@ def remember(
 
 
 def _present(model: PreTrainedModel, function: str) -> Generate | None:
-    """The replacement of ``generate`` on `model`; None if the model is not enabled. function: the caller's name, for the error.
+    """The object that replaces ``generate`` of `model`. None if the model is not enabled. function: the caller's name, for the error.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
     """
     if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
-    # Not by "generate", over which the user may have set another function.
+    # "generate" is not looked up, because the user may have set another function there.
     return getattr(vars(model).get(GETSTATE), "__self__", None)
 
 
@@ -279,18 +281,18 @@ def warmup(
 
     Args:
         strategies: as in ``generate(strategy=…)``.
-        rows: batch sizes of later calls; all sizes above one share compiled graphs.
+        rows: batch sizes of later calls. All sizes above one share compiled graphs.
         assistant_model: for strategies with a draft model.
-        sampling: whether to prepare sampling, too: True for the model's parameters, or a dict of parameters.
+        sampling: whether to prepare sampling as well. True: with the model's own sampling parameters. Or a dict of parameters.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
     Returns:
-        the duration of the preparation in seconds, and the compilations in it.
+        the duration of the preparation in seconds, and its compilations.
 
     Raises:
-        UnsupportedError: the model cannot be decoded, or a strategy needs an `assistant_model` and there is none. SettingsError: a
-            strategy is unknown, or an entry of `rows` is below one.
+        UnsupportedError: the model cannot be decoded, or a strategy needs an `assistant_model` and there is none.
+        SettingsError: a strategy is unknown, or an entry of `rows` is below one.
     """
     if isinstance(strategies, str | Strategy) or not strategies:
         raise SettingsError(f'strategies must be a list of at least one strategy, such as ["auto"], not {strategies!r}')
@@ -304,16 +306,17 @@ def calibrate(
     assistant_model: PreTrainedModel | None = None, seconds: float = 10.0, tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Calibration:  # fmt: skip
-    """Enables `model`; measures how long steps (by numbers of nodes, rows and context tokens) and strategies take on this machine.
+    """Enables `model`, and measures how long steps and strategies take on this machine.
 
-    ``strategy="auto"`` decides by these costs, and measures missing costs in its first call. The costs are stored on disk (setting
-    ``cost_cache``) for the model's class and sizes, dtype, quantization, device, threads and version of torch.
+    Steps are measured by numbers of nodes, rows and context tokens. ``strategy="auto"`` decides by these costs, and measures missing
+    costs in its first call. The costs are stored on disk (setting ``cost_cache``). They hold for the model's class and sizes, dtype,
+    quantization, device, threads and version of torch.
 
     Args:
         rows: batch sizes.
         contexts: numbers of tokens per row that attention looks back at.
-        assistant_model: a draft model to measure, too.
-        seconds: time limit for each model; sizes that are left when the limit is reached are not measured.
+        assistant_model: a draft model that is also measured.
+        seconds: time limit for each model. Sizes that are left when the limit is reached are not measured.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
@@ -321,8 +324,9 @@ def calibrate(
         the costs of `model`, of `assistant_model` and of the strategies.
 
     Raises:
-        UnsupportedError: the model cannot be decoded. SettingsError: `rows`, `contexts` or `seconds` are out of range. `options` raise
-            the errors of :func:`check_arguments`.
+        UnsupportedError: the model cannot be decoded.
+        SettingsError: `rows`, `contexts` or `seconds` are out of range.
+        DecodersError: the errors of :func:`check_arguments` for `options`.
     """
     generate = enabled(model, tokenizer)
     _check_options(model, calibrate, ["autoregressive"], rows, options)
@@ -332,7 +336,7 @@ def calibrate(
 def _check_options(
     model: PreTrainedModel, function: Callable[..., Any], strategies: Sequence[str | Strategy], rows: Any, options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Checks `options` and `rows` of a call of `function` (``warmup`` or ``calibrate``), and raises the errors of this function."""
+    """Checks `options` and `rows` of a call of `function` (``warmup`` or ``calibrate``). Raises the errors of this function."""
     check_sizes("rows", rows)
     if "strategy" in options:
         raise SettingsError(f"{function.__name__}() has no argument strategy=: warmup() takes strategies=[…]")
@@ -344,18 +348,19 @@ def _check_options(
 def cost_curve(
     model: PreTrainedModel, rows: Sequence[int], contexts: Sequence[int], seconds: float = 10.0, **options: Any
 ) -> CostCurve:
-    """Enables `model`, measures the sizes of steps that its stored cost curve lacks, and returns the curve.
+    """Enables `model`, measures the step sizes that its stored cost curve lacks, and returns the curve.
 
-    Takes only seconds, because it measures fewer numbers of nodes than :func:`calibrate`, and no strategies.
+    This takes only seconds: it measures fewer step sizes than :func:`calibrate`, and no strategies.
 
     Args:
         rows: batch sizes.
         contexts: numbers of tokens per row that attention looks back at.
-        seconds: time limit; sizes that are left when the limit is reached are not measured.
+        seconds: time limit. Sizes that are left when the limit is reached are not measured.
         options: arguments of ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
     Raises:
-        UnsupportedError: the model cannot be decoded. SettingsError: a wrong setting.
+        UnsupportedError: the model cannot be decoded.
+        SettingsError: a setting is wrong.
     """
     generate = enabled(model)
     return measured_curve(generate, runtime_of(generate, options), rows, contexts, seconds)

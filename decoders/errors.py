@@ -18,7 +18,7 @@ class DecodersError(Exception):
 
 
 class UnknownNameError(DecodersError, ValueError):
-    """An unknown name of a strategy, verifier, setting …"""
+    """There is no strategy, verifier, setting … of this name."""
 
     def __init__(self, kind: str, name: str, choices: Iterable[str], hint: str = ""):
         choices, (plain, bracket, _) = sorted(choices), name.partition("[")
@@ -29,23 +29,23 @@ class UnknownNameError(DecodersError, ValueError):
 
 
 class SettingsError(DecodersError, ValueError):
-    """A setting that does not exist, or has a value of the wrong type or out of range."""
+    """A setting does not exist, or its value has the wrong type or is out of range."""
 
 
 class UnsupportedError(DecodersError, ValueError):
-    """A model or an argument of ``generate`` that the decoding loop cannot honour exactly; the error names the alternative."""
+    """The decoding loop cannot decode a model, or honour an argument of ``generate``, exactly. The error names the alternative."""
 
 
 class InputError(DecodersError, ValueError):
-    """Token ids or an attention mask that are invalid, or that this model cannot read."""
+    """Token ids or an attention mask are invalid, or this model cannot read them."""
 
 
 class ContextLengthError(DecodersError, ValueError):
-    """Prompt plus new tokens exceed the model's context, or the prompt is empty."""
+    """Prompt and new tokens together exceed the model's context length, or the prompt is empty."""
 
 
 class CacheMemoryError(DecodersError, MemoryError):
-    """The memory does not suffice for a call's key-value cache."""
+    """There is too little memory for the KV cache of a call."""
 
 
 class RanksError(DecodersError, RuntimeError):
@@ -69,7 +69,7 @@ class DraftError(DecodersError, ValueError):
 
 
 class VerifierError(DecodersError, ValueError):
-    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`: its result is not a distribution."""
+    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`, because its result is no distribution."""
 
 
 class TrainingError(DecodersError):
@@ -81,7 +81,7 @@ class PluginError(DecodersError):
 
 
 class GrammarError(DecodersError, ValueError):
-    """A grammar that cannot be compiled, or a finished text that breaks a grammar.
+    """A grammar cannot be compiled, or a finished text breaks a grammar.
 
     Attributes:
         keyword: the cause, for example a keyword of JSON Schema.
@@ -94,12 +94,12 @@ class GrammarError(DecodersError, ValueError):
 
 
 def canonical(name: str) -> str:
-    """`name` in lower case with ``_`` for ``-`` and ``.``, to compare names."""
+    """`name` in lower case, with ``_`` in place of ``-`` and ``.``. Names that differ only in this are the same name."""
     return re.sub("[-_.]+", "_", name.strip()).lower()
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """``Did you mean …? Choose from …`` for an unknown `name`, without the first sentence if no choice is similar."""
+    """``Did you mean …? Choose from …`` for an unknown `name`. Without the first sentence if no choice is similar."""
     choices = sorted(choices)
     spelt = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: it may come from a client
@@ -108,7 +108,7 @@ def suggest(name: str, choices: Iterable[str]) -> str:
 
 
 def keywords_named(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for functions without ``**kwargs``: an unknown keyword raises SettingsError, which names the nearest parameter."""
+    """Decorator for functions without ``**kwargs``. An unknown keyword raises a SettingsError that names the nearest parameter."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
 
     @functools.wraps(function)
@@ -121,7 +121,7 @@ def keywords_named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """`text` for an error: one line, cut to `limit` characters."""
+    """`text` on one line, cut to `limit` characters, for error messages."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
@@ -132,5 +132,5 @@ def amount(number: int, noun: str, plural: str = "") -> str:
 
 
 def installing(extra: str) -> str:
-    """The command that installs an optional part of this package, for errors."""
+    """The command that installs an optional part of this package, for error messages."""
     return f"pip install 'hf-decoders[{extra}]' (in a clone: pip install -e '.[{extra}]')"

@@ -13,18 +13,18 @@ from .common.host_reads import host_reads
 
 @dataclass(frozen=True)
 class Sequences:
-    """The committed rows as device tensors, which the loop updates in place between steps.
+    """The committed rows as device tensors. The loop updates them in place between steps.
 
     Attributes:
-        tokens: ``[B, L]`` int64, prompt and output from slot 0 on; undefined after a row's length. ``L`` covers the longest row and
-            may grow from step to step. -1 marks prompt positions without a token id: the caller gave a cache (``past_key_values``)
-            or vectors (``inputs_embeds``) for them, or they belong to the soft prompt of an adapter.
+        tokens: ``[B, L]`` int64, prompt and output from slot 0 on, undefined after a row's length. ``L`` is at least the length of
+            the longest row, and may grow from step to step. -1 marks prompt positions without a token id: the caller gave a cache
+            (``past_key_values``) or vectors (``inputs_embeds``) for them, or they belong to the soft prompt of an adapter.
         length: ``[B]`` int64, number of committed tokens per row.
         prompt_length: ``[B]`` int64, number of prompt tokens per row.
         finished: ``[B]`` bool, rows that have ended.
         noise_keys: ``[B]`` int64, keys of the noise for drafts (:func:`decoders.sampling.gumbel_noise`). With the coupled verifier,
-            the target draws with the same keys; with other verifiers, every step has new keys.
-        known: the rows as lists, which :meth:`read` returns; None if the loop has not read them from the device.
+            the target draws with the same keys. With other verifiers, every step has new keys.
+        known: the rows as lists, for :meth:`read`; None if the loop has not read them from the device.
     """
 
     tokens: Tensor
@@ -36,17 +36,19 @@ class Sequences:
 
     @property
     def last(self) -> Tensor:
-        """``[B, 1]`` int64, the last committed token of each row: node 0 of the next block."""
+        """``[B, 1]`` int64, the last committed token of each row. It is node 0 of the next block."""
         return self.tokens.gather(1, self.length[:, None] - 1)
 
     @property
     def on_host(self) -> bool:
-        """Whether Python may read the rows and the step without waiting for the device: on a CPU, unless the step is being recorded."""
+        """Whether Python can read the rows and the step without waiting: on a CPU, unless the step is being recorded."""
         return host_reads(self.length)
 
     def read(self) -> HostRows:
-        """The rows as lists, for strategies that work on the host. Waits for the device if the loop has not read the rows, as in
-        :meth:`Strategy.start`, and in a strategy that drafts for a draft model or declares ``on_device``.
+        """The rows as lists, for strategies that work on the host.
+
+        Waits for the device if the loop has not read the rows. This is so in :meth:`Strategy.start`, and in a strategy that drafts
+        for a draft model or declares ``on_device``.
         """
         return HostRows.of(self) if self.known is None else self.known
 
@@ -59,7 +61,8 @@ class HostRows:
         lengths: number of committed tokens per row.
         prompt_lengths: number of prompt tokens per row.
         finished: whether each row has ended.
-        tokens_from: takes a slot, and returns every row's tokens from this slot up to `lengths`, even if more are committed later.
+        tokens_from: takes a slot, and returns every row's tokens from this slot up to `lengths`. Tokens committed later are not
+            included.
     """
 
     lengths: list[int]
@@ -69,7 +72,7 @@ class HostRows:
 
     @staticmethod
     def of(sequences: Sequences) -> HostRows:
-        """Returns the rows as lists. Reads lengths and finished flags from the device now, and tokens in each call of `tokens_from`."""
+        """Returns the rows as lists. Reads lengths and finished flags from the device now, and tokens when `tokens_from` is called."""
         figures = torch.stack([sequences.length, sequences.prompt_length, sequences.finished.long()])
         lengths, prompts, ended = figures.tolist()
 
@@ -85,19 +88,20 @@ class Step:
     """A verified draft.
 
     Attributes:
-        nodes: ``[B, N]`` int64, the verified block: node 0 and the draft tokens. ``N`` may exceed the draft's nodes, by padding.
+        nodes: ``[B, N]`` int64, the verified block: node 0 and the draft tokens. Padding may make ``N`` greater than the draft.
         chosen: ``[B, N]`` int64, the target's token after each node; -2 off the accepted path if logits processors run on the host.
         path: ``[B, N]`` int64, the accepted node at each depth; valid up to depth `accepted`.
         accepted: ``[B]`` int64, number of accepted draft tokens.
-        emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and one more; fewer in a row that ended.
+        emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and one more. Fewer in a row that ended.
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
         own_nodes: number of nodes at the block's start, root included, that come from the strategy's draft, in the draft's order.
             None: the block begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft. In
-            ``"a+b"`` every draft may lose nodes at its end to the joint tree's size.
-        layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers in :attr:`Strategy.hidden_layers`, in this order; None if T is 0.
-        known: the step as lists, which :meth:`read` returns; None if the loop has not read it from the device.
+            ``"a+b"``, the limit on the joint tree's size may cut off the last nodes of every draft.
+        layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers in :attr:`Strategy.hidden_layers`, in this order; None if T is
+            0.
+        known: the step as lists, for :meth:`read`; None if the loop has not read it from the device.
     """
 
     nodes: Tensor
@@ -131,7 +135,7 @@ class HostStep:
 
     @staticmethod
     def of(step: Step) -> HostStep:
-        """Returns `step` as lists, which it copies from the device with one sync."""
+        """Returns `step` as lists. Copies it from the device with one sync."""
         figures = torch.cat([step.accepted[:, None], step.emitted[:, None], step.chosen.gather(1, step.path)], dim=1)
         rows = figures.tolist()
         return HostStep([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows])
@@ -141,9 +145,9 @@ class HostStep:
 class PromptChunk:
     """A chunk of the rows' prompts that the target has just read.
 
-    The chunks of a call hold every prompt token except each row's last, which is node 0 of the first step; prompts of one token have
-    no chunks. After :meth:`Strategy.rebatch`, chunks hold the prompts of new rows; in old rows no token is valid, and all positions
-    are greater than the positions of the committed tokens.
+    The chunks of a call hold all prompt tokens except the last token of each row, which is node 0 of the first step. Prompts of one
+    token have no chunks. After :meth:`Strategy.rebatch`, chunks hold the prompts of new rows. In old rows no token is valid then, and
+    all positions are greater than the positions of the committed tokens.
 
     Attributes:
         tokens: ``[B, N]`` int64.

@@ -2,8 +2,8 @@
 
 Values come from the call, the generation config, ``enable()``, the environment and a file. A setting of the loop
 (:class:`RuntimeSettings`) is written ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's
-settings are a *section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]`` in the file. Without a file
-``decoders.toml``, the table ``[tool.decoders]`` of ``pyproject.toml`` is read in its place.
+settings are a *section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]`` in the file. If there is no
+``decoders.toml``, the table ``[tool.decoders]`` of ``pyproject.toml`` is read instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Settings(BaseModel):
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Returns settings with `values`. Raises SettingsError for a value out of range, or an unknown name, with the nearest match."""
+        """Returns settings with `values`. Raises SettingsError for a wrong value, or for an unknown name, with the nearest match."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -46,10 +46,11 @@ class Configured:
     """Base of classes with settings: strategies and verifiers.
 
     Args:
-        settings: an instance of `settings_class`; or the values as keywords.
+        settings: an instance of `settings_class`. The values can be given as keywords instead.
 
     Raises:
-        SettingsError: unknown setting or value out of range. TypeError: settings of another class, or given twice.
+        SettingsError: a setting is unknown, or its value is out of range.
+        TypeError: the settings have another class, or are given in both ways.
     """
 
     settings_class: ClassVar[type[Settings]] = Settings
@@ -64,7 +65,7 @@ class Configured:
         self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
     def settings_in_force(self) -> dict[str, Any]:
-        """The value of each setting by name, in JSON's types, for the report."""
+        """The value of each setting, by name, in JSON's types, for the report."""
         settings = getattr(self, "settings", None)  # a subclass with its own constructor may have none
         return settings.model_dump(mode="json") if settings is not None else {}
 
@@ -75,7 +76,7 @@ class Configured:
 
 
 class Table(dict):
-    """A dict as the value of a setting: JSON-safe and hashable, as frozen settings require."""
+    """A dict as the value of a setting. It is JSON-safe, and hashable because settings are frozen."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(json.dumps(self, sort_keys=True, default=repr))
@@ -90,7 +91,7 @@ class Table(dict):
 
 
 def _json_safe(value: Any) -> Any:
-    """`value` in JSON's types: any other object, such as a loaded model, is replaced by the name of its type."""
+    """`value` in JSON's types. Any other object, such as a loaded model, is replaced by the name of its type."""
     if isinstance(value, dict):
         return {str(key): _json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -112,7 +113,7 @@ def _warn_of_packed() -> None:
 
 
 class RuntimeSettings(Settings):
-    """Settings of the decoding loop, which all strategies share."""
+    """Settings of the decoding loop. All strategies share them."""
 
     strategy: str | None = Field(
         None,
@@ -198,10 +199,10 @@ class RuntimeSettings(Settings):
 
 
 def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[str, Any]:
-    """Parses ``["max_ngram=4", "prompt_lookup.length=8"]`` to nested settings; a value is JSON, or else a string.
+    """Parses ``["max_ngram=4", "prompt_lookup.length=8"]`` to nested settings. A value that is not JSON is a string.
 
     Raises:
-        SettingsError: an item without ``=``, or a name that is both a value and a table. The error names `place` as the origin.
+        SettingsError: an item has no ``=``, or a name has both a value and a table. The error names `place` as the origin.
     """
     settings: dict[str, Any] = {}
     for item in assignments:
@@ -222,16 +223,16 @@ def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[
     return settings
 
 
-#: In errors, the origin of settings that :func:`decoders.enable` was given.
+#: How errors call the origin of settings that were given to :func:`decoders.enable`.
 ENABLED = "given to enable()"
 
 
 def _explained(
     cls: type[Settings], error: ValidationError, origin: Mapping[str, str], strategies: Collection[str] = ()
 ) -> str:
-    """The message for `error`. origin: where each setting's value comes from ("" for the call). strategies: all strategies' names."""
+    """The message for `error`. origin: where the value of each setting comes from ("" for the call). strategies: all strategy names."""
     problems, alternatives = [], defaultdict(list)
-    for item in error.errors():  # a value of a union type has one error per type; together they are one problem
+    for item in error.errors():  # a value of a union type has one error per type, which together are one problem
         whole = item["loc"][:1] + tuple(part for part in item["loc"][1:] if isinstance(part, int))
         alternatives[whole, id(item["input"])].append(item)
     for (whole, _), (item, *others) in alternatives.items():
@@ -255,18 +256,18 @@ def _explained(
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names after ``DECODERS_`` that are not settings: the file's path, the lists of plugins, the API key of the server, the CPU's kernels.
+#: Names of ``DECODERS_…`` variables that are no settings: the file's path, lists of plugins, the server's API key, the CPU's kernels.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)
 
 
 def variable_of(section: str | None, name: str) -> str:
-    """The name of the environment variable for a setting. section: the strategy's name, None for the loop's settings."""
+    """The name of a setting's environment variable. section: the strategy's name; None for the loop's settings."""
     return "_".join(["DECODERS", *([section] if section else []), name]).upper()
 
 
-#: The loop's and the registry's variables, each with its setting's name. No strategy's setting may be read from one of them.
+#: The variables of the loop and of the registry, each with its setting's name. They are never read as settings of a strategy.
 OWN_VARIABLES = {variable_of(None, name): name for name in (*RuntimeSettings.model_fields, *NOT_SETTINGS)}
 
 
@@ -274,16 +275,16 @@ def load_settings(
     cls: type[S], section: str | None, call: Mapping[str, Any], generation_config: Mapping[str, Any], *,
     enabled: Mapping[str, Any] | None = None, sections: Collection[str] = (),
 ) -> S:  # fmt: skip
-    """The settings in force; call > generation config > ``enable()`` > environment > file > default. Tables are replaced, not merged.
+    """The settings in force: call > generation config > ``enable()`` > environment > file > default. Tables are replaced, not merged.
 
     Args:
-        section: the strategy's name, None for the loop's settings.
+        section: the strategy's name; None for the loop's settings.
         call, generation_config, enabled: values in the call, in the generation config, and in ``decoders.enable``.
         sections: all section names. They distinguish ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a setting
             ``lookup_length`` of ``prompt``, and a misspelt table from the table of an absent plugin.
 
     Raises:
-        SettingsError: unknown setting or bad value, with its variable or file; or an unreadable file.
+        SettingsError: a setting is unknown or its value is wrong (the error names its variable or file), or the file is unreadable.
     """
     values, origin = _surroundings(cls, section, sections)
     for source, place in ((enabled, ENABLED), (generation_config, "in the generation config"), (call, "")):
@@ -296,7 +297,7 @@ def load_settings(
 
 
 def origins(cls: type[Settings], section: str | None, *, sections: Collection[str] = ()) -> dict[str, str]:
-    """Each setting's origin in a call without settings: variable, file or "default". Raises the errors of :func:`load_settings`."""
+    """The origin of each setting in a call without settings: variable, file or "default". Raises errors like :func:`load_settings`."""
     load_settings(cls, section, {}, {}, sections=sections)
     return dict.fromkeys(cls.model_fields, "default") | _surroundings(cls, section, sections)[1]
 
@@ -304,7 +305,7 @@ def origins(cls: type[Settings], section: str | None, *, sections: Collection[st
 def _surroundings(
     cls: type[Settings], section: str | None, sections: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The unvalidated values of `section` from environment and file, and the origin of each value, both by setting."""
+    """Two dicts by setting: the unvalidated values of `section` from environment and file, and the origin of each value."""
     section = section.replace("-", "_") if section else None
     known = {name.replace("-", "_") for name in sections} | ({section} if section else set())
     path, content = settings_file()
@@ -331,7 +332,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
         names = {name for name in names if variable_of(section, name) not in OWN_VARIABLES}
     if not names:  # the usual case, in every call of generate
         return {}
-    # Leave out variables of a section with a longer name ("prompt_lookup" beside "prompt").
+    # Variables of a section with a longer name are left out ("prompt_lookup" if the section is "prompt").
     start = f"{section}_" if section else ""
     others = tuple(f"{name[len(start) :]}_" for name in known if name.startswith(start) and name != section)
     names = {name for name in names if not name.startswith(others)}
@@ -342,7 +343,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
                 f"{cls.__name__}: unknown setting {name!r} from environment variable {variable}. "
                 f"{suggest(name, cls.model_fields)}"
             )
-        # Other programs may read DECODERS_* variables of their own, so only a likely misspelling of a loop's setting is an error.
+        # Other programs may have DECODERS_* variables, so only a likely misspelling of a setting of the loop is an error.
         near = difflib.get_close_matches(name, [*cls.model_fields, *NOT_SETTINGS], n=1, cutoff=0.8)
         if name not in NOT_SETTINGS and near:
             raise SettingsError(f"unknown environment variable {variable}. Did you mean {variable_of(None, near[0])}?")
@@ -360,12 +361,12 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
             f"{cls.__name__}: {field} from environment variable {variable} must be JSON, such as '[1, 2]' or "
             f"'{{\"name\": 1}}', not {os.environ.get(variable, '')!r} ({error.__cause__ or error})"
         ) from error
-    # pydantic-settings also returns values of sections with longer names under the field's name.
+    # For sections with longer names, pydantic-settings also returns values under the field's name.
     return {name: value for name, value in values.items() if name in names}
 
 
 def settings_file() -> tuple[Path | None, dict[str, Any]]:
-    """Path and content of the configuration file: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml; ``None, {}`` without a file."""
+    """Path and content of the configuration file: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml. ``None, {}`` without one."""
     named = os.environ.get("DECODERS_CONFIG")
     for path in [Path(named)] if named else [Path("decoders.toml"), Path("pyproject.toml")]:
         try:
@@ -384,7 +385,7 @@ def settings_file() -> tuple[Path | None, dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    """The content of `path`; time and size are in the cache key, so that an edited file is read again."""
+    """The content of `path`. Time and size are part of the cache key, so that an edited file is read again."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
@@ -400,7 +401,7 @@ def _read(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
 def _file_values(
     content: dict[str, Any], section: str | None, known: Collection[str], path: Path | None
 ) -> dict[str, Any]:
-    """The file's values of `section`; keys outside of tables are the loop's settings."""
+    """The file's values for `section`. Keys outside of tables are the loop's settings."""
     if section is None:
         for name, value in content.items():
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)

@@ -1,7 +1,7 @@
 """The contract of a decoding strategy: propose tokens, and observe the verified step. The decoding loop does everything else.
 
-A strategy never runs the target, never samples the target's output, never touches the cache. It affects *when* a token is written, not
-*which* token is written: the loop verifies the draft against the target's own choice.
+A strategy never runs the target, never samples the target's output, and never touches the cache. It affects *when* a token is
+written, not *which* token is written, because the loop verifies the draft against the target's own choice.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Trait(Generic[T]):
 
     Attributes:
         default: the value for a strategy that declares none.
-        merged: function that computes the value for a strategy that merges the drafts of several parts, from the parts' values.
-        of: function whose result for a part is passed to `merged` in place of the part's value; None: the part's value is passed.
-        hooks: names of methods; in a class that overrides any of them, the trait is True unless the class declares a value.
+        merged: computes the value for a strategy that merges the drafts of several parts, from the parts' values.
+        of: computes, from a part, what is passed to `merged` for it; None: the part's value is passed.
+        hooks: names of methods. In a class that overrides any of them, the trait is True unless the class declares a value.
     """
 
     default: T
@@ -54,7 +54,7 @@ TRAITS: dict[str, Trait] = {}
 
 
 def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T:
-    """Returns a :class:`Trait`, typed as `default`, because Python then calls ``__set_name__``, which stores `default` in its place."""
+    """Returns a :class:`Trait`, typed as `default`. Python then calls ``__set_name__``, which replaces the trait by `default`."""
     return cast(T, Trait(default, merged, **options))
 
 
@@ -71,7 +71,8 @@ def _nothing(values: Iterable[Any]) -> tuple:
 
 
 class Strategy(Configured, ABC):
-    """Base class of all strategies. Instances hold settings only; the state from :meth:`start` holds what changes during a call.
+    """Base class of all strategies. Instances hold only settings. What changes during a call is in the state that :meth:`start`
+    returns.
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
@@ -82,29 +83,32 @@ class Strategy(Configured, ABC):
         settings_class: pydantic model of the settings.
         hints: maps drafting arguments of transformers to settings, ``{"num_assistant_tokens": "length"}``. Other drafting arguments
             raise an error.
-        auto_place: its place among the candidates of the strategy ``auto``, which asks candidates in ascending order, so cheap
+        auto_place: its place among the candidates of the strategy ``auto``. ``auto`` asks candidates in ascending order, so cheap
             strategies should have low numbers. Built-in strategies have 10 (no work) to 50 (a second model). None: it is a candidate
-            only if the user names it. A candidate must be `exact`, and declare `rests` unless it has no `observe`.
+            only if the user names it. A candidate must be `exact`, and must declare `rests` unless it has no `observe`.
         auto_settings: its default settings as a candidate of ``auto``. Drafts can be longer, because ``auto`` verifies only a part.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
         rests: whether the loop may skip or cut its drafts. If so, `observe` is also called for steps without a call of `propose`, and
             for steps that verified other nodes or only the first nodes of the draft. The drafts of strategies without `observe` can
             always be skipped. On CPUs the loop skips drafts that are not worth their time.
-        misses_steps: whether the loop may also skip `observe` after steps without its draft; for strategies whose `observe` is slow.
+        misses_steps: whether the loop may also skip `observe` after steps without its draft. Useful if `observe` is slow.
         timed: whether its drafts depend on the clock, so that equal calls may draft differently. The output tokens are the same.
         rows_apart: whether a row's drafts depend on this row alone. If not, rows learn from each other, or share a budget or random
-            numbers. The conformance kit compares a row's drafts in a batch with its drafts alone; the output is the same in any case.
-        needs_grammar: whether a call must have ``grammar=``; every strategy accepts it.
+            numbers. If True, the conformance kit compares a row's drafts in a batch with its drafts alone. The output is the same in
+            any case.
+        needs_grammar: whether a call must have ``grammar=``. All strategies accept it.
         on_device: whether `propose` and `observe` never wait for the device, copy no data from the host, keep all shapes, and change
-            only the contents of tensors, so that whole steps can be recorded (CUDA graphs) and replayed. The conformance kit checks it.
+            only the contents of tensors. Whole steps can then be recorded (CUDA graphs) and replayed. The conformance kit checks
+            this.
         hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
             -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
-        grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the typical acceptance rate of a draft token whose parent was
-            accepted; used until enough tokens of the grade have been compared with the output. Empty if there are no grades or rates.
-        prompt_logits: whether the chunks for :meth:`prefill` contain logits, for which the output head runs on every prompt token.
+        grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the usual acceptance rate of a draft token, given that its
+            parent was accepted. It is used until enough tokens of the grade have been compared with the output. Empty without grades
+            or rates.
+        prompt_logits: whether the chunks for :meth:`prefill` contain logits. The output head then runs on every prompt token.
 
-    Each attribute below is True if the class overrides the method named in its text, unless the class declares another value:
+    Each attribute below is True if the class overrides the method that its text names, unless the class declares another value:
         observes: whether :meth:`observe` does anything. If not, the loop drops nodes at the block's end that are padding in all rows.
         reads_prompt: whether the loop calls :meth:`prefill`.
         rebatches: whether :meth:`rebatch` keeps the state of rows that stay. If not, a strategy that reads prompts would have to read
@@ -156,36 +160,43 @@ class Strategy(Configured, ABC):
         return {name: getattr(self, name) for name in TRAITS}
 
     def declare(self, **traits: Any) -> None:
-        """Sets `traits` for this instance, in place of the class's values; for strategies that are composed of other strategies."""
+        """Sets `traits` for this instance, in place of the class's values. Used by strategies that are composed of others."""
         vars(self).update(traits)
 
     def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
-        """For strategies that are composed of others: creates its parts, which the settings name, with ``resolve(name, settings)``, and
-        calls :meth:`declare` with the merged traits. Runs before each call of ``generate``; only the first run has an effect.
+        """Creates the parts that the settings name, in strategies that are composed of others.
+
+        An override creates the parts with ``resolve(name, settings)``, and calls :meth:`declare` with the merged traits. It runs
+        before each call of ``generate``, but only the first run has an effect.
 
         Args:
+            resolve: creates a strategy from its name and settings.
             registered: the classes of all registered strategies, by name.
         """
 
     def start(self, context: Context) -> Any:
-        """Returns a new state for a ``generate`` call (tensors on ``context.device``), which the loop passes to the other methods."""
+        """Returns a new state for a ``generate`` call, with tensors on ``context.device``. The loop passes it to the other methods."""
         return None
 
     @abstractmethod
     def propose(self, state: Any, sequences: Sequences) -> Draft:
-        """Returns a draft of the next tokens of every row. The loop calls it before each forward pass of the target; on CPUs it calls a
-        strategy with the trait :attr:`rests` less often while its drafts are not worth their time.
+        """Returns a draft of the next tokens of every row. The loop calls it before each forward pass of the target.
+
+        On CPUs, the loop calls a strategy with the trait :attr:`rests` less often while its drafts are not worth their time.
         """
 
     def observe(self, state: Any, step: Step) -> None:
-        """Learns from a verified step; updates `state` in place."""
+        """Learns from a verified step. Updates `state` in place."""
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The hidden layers to read from a target with `count` decoder layers; :attr:`hidden_layers` unless overridden."""
+        """The hidden layers to read from a target with `count` decoder layers. Returns :attr:`hidden_layers` unless overridden."""
         return self.hidden_layers
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
-        """As :meth:`layers_of`, for strategies that choose layers by the target's `config` (transformers' ``PreTrainedConfig``)."""
+        """The hidden layers to read, for strategies that choose them by the target's `config` (transformers' ``PreTrainedConfig``).
+
+        Returns :meth:`layers_of` unless overridden.
+        """
         return self.layers_of(count)
 
     @property
@@ -194,24 +205,25 @@ class Strategy(Configured, ABC):
         return bool(self.hidden_layers) or self.finds_layers
 
     def prefill(self, state: Any, chunk: PromptChunk) -> None:
-        """Learns from a chunk of the prompts; updates `state` in place. All chunks come in order, before the first :meth:`propose`.
+        """Learns from a chunk of the prompts. Updates `state` in place. All chunks come in order, before the first :meth:`propose`.
 
-        If a strategy overrides this method, the chunks hold whole prompts: the loop reuses no prefix of an earlier call, and leaves no
-        part of a prompt to the first step. After :meth:`rebatch`, chunks hold the prompts of the new rows.
+        If a strategy overrides this method, the chunks hold whole prompts. The loop then reuses no prefix of an earlier call, and
+        leaves no part of a prompt to the first step. After :meth:`rebatch`, chunks hold the prompts of the new rows.
         """
 
     def finish(self, state: Any) -> None:
         """Releases or stores what `state` holds. Called once for every state, after the call has ended or failed."""
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
-        """Returns the state for the batch after requests have joined or left between two steps.
+        """Returns the state for a batch that requests have joined or left between two steps.
 
-        The default calls :meth:`start` again, with rows that hold all committed tokens; this is always exact, and drops what the
-        state has learnt. An override keeps the state of rows that stay. The call's draft models and modules already hold the new rows.
+        The default calls :meth:`start` again, with rows that hold all committed tokens. This is always exact, but drops what the
+        state has learnt. An override keeps the state of rows that stay. The call's draft models and modules already hold the new
+        rows.
 
         Args:
             state: the former state; it may be changed and returned.
-            rows: ``[B]`` int64: the former index of each row, -1 for a new row.
+            rows: ``[B]`` int64, the former index of each row, -1 for a new row.
             context: the context of the new batch, as in :meth:`start`.
         """
         return self.start(context)
@@ -221,7 +233,7 @@ class Strategy(Configured, ABC):
         return self.rebatches
 
     def limit(self, state: Any, tokens: int) -> None:
-        """Sets the greatest useful depth of the next draft, for strategies whose deeper drafts take more time."""
+        """Sets the greatest useful depth of the next draft. For strategies whose drafts take more time if they are deeper."""
 
     def details(self, state: Any) -> Mapping[str, Any]:
         """Returns the strategy's statistics of the call for ``report.details``, JSON-safe. Called once, at the end of the call."""
@@ -230,7 +242,7 @@ class Strategy(Configured, ABC):
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """A context that calls :func:`finish_all` for `strategy` when the block ends or fails. state: returns the state at that time."""
+    """Context manager that calls :func:`finish_all` for `strategy` when the block ends or fails. state: returns the state to finish."""
     try:
         yield
     except BaseException as error:
@@ -240,9 +252,10 @@ def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
 
 
 def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | None = None) -> None:
-    """Calls :meth:`Strategy.finish` of all `states`, even if one raises, and raises the first error with later errors as notes.
+    """Calls :meth:`Strategy.finish` for all `states`, even if a call raises. Raises the first error, with later errors as notes.
 
-    cause: the error that ended the call, if any. With a cause, errors of `finish` become notes of it, and nothing is raised.
+    Args:
+        cause: the error that ended the call, if any. If there is one, errors of `finish` become its notes, and nothing is raised.
     """
     first = cause
     for strategy, state in states:

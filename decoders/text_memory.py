@@ -1,4 +1,4 @@
-"""Texts that are kept from call to call, with an index that finds earlier occurrences of the end of a text."""
+"""Texts that are kept from call to call, with an index that finds earlier occurrences of a text's last tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ ORDERS = (4, 2, 1)
 BITS = 22
 
 SEPARATOR = -1
-#: Before the index holds more than SLACK times the capacity in tokens, it is rebuilt without dropped texts.
+#: The index is rebuilt without dropped texts before it holds more tokens than SLACK times the capacity.
 SLACK = 1.25
-#: Estimated bytes of a remembered token: the token and its places in the chains of every order, mostly Python's dictionaries.
+#: Estimated bytes of a remembered token: the token, and its entries in the index. Most of it is for Python's dictionaries.
 BYTES_PER_TOKEN = 400
 
 _MASKS = tuple((1 << BITS * order) - 1 for order in ORDERS)
 
 
 class Occurrence(NamedTuple):
-    """An earlier occurrence of a suffix. length: number of matching tokens. end: index of the last matching token."""
+    """An earlier occurrence of a suffix.
+
+    Attributes:
+        length: number of matching tokens.
+        end: index of the last matching token.
+    """
 
     length: int
     end: int
@@ -36,7 +41,7 @@ class ChainedText:
     """A text that grows and shrinks at its end. Each n-gram of a length in :data:`ORDERS` is linked to its previous occurrence.
 
     Attributes:
-        tokens: the text. Negative tokens separate texts; no n-gram contains them.
+        tokens: the text. Negative tokens separate texts, and no n-gram contains them.
     """
 
     __slots__ = ("_chains", "_heads", "_key", "_run", "tokens")
@@ -51,7 +56,7 @@ class ChainedText:
         return len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Adds tokens at the end; about a microsecond for each."""
+        """Adds tokens at the end. Each takes about a microsecond."""
         key, run, position = self._key, self._run, len(self.tokens)
         text = self.tokens
         parts = tuple(zip(ORDERS, _MASKS, self._heads, self._chains, strict=True))
@@ -96,11 +101,12 @@ class ChainedText:
         self._key, self._run = key, run
 
     def occurrences(self, suffix: array[int], most: int, before: int) -> list[Occurrence]:
-        """Looks up the longest n-gram at the end of `suffix` that is in the text. Returns its latest occurrences, at most `most`, the
-        latest first.
+        """Looks up the longest n-gram at the end of `suffix` that occurs in the text. Returns its latest occurrences, the latest
+        first.
 
         Args:
-            suffix: the last tokens of the text to look up; no match is longer.
+            suffix: the last tokens of the text to look up. No match is longer.
+            most: greatest number of occurrences.
             before: only occurrences that end before this index are returned.
         """
         text = self.tokens
@@ -123,7 +129,7 @@ class ChainedText:
 
 
 def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int:
-    """How many tokens of `text` up to and including index `end` equal the end of `suffix`. known: number known to be equal."""
+    """How many tokens of `text` up to index `end` (included) equal the last tokens of `suffix`. known: number known to be equal."""
     length, longest = known, min(len(suffix), end + 1)
     if longest > length and text[end - length] != suffix[-length - 1]:
         return length  # the usual case
@@ -142,15 +148,15 @@ def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int
 class TextMemory:
     """Remembered texts, from earlier calls or from the user. Drops the least recently used texts beyond `capacity`.
 
-    A thread must hold `lock` while it reads or changes an object that other threads may use.
+    If several threads use the object, a thread must hold `lock` while it reads or changes the object.
 
     Args:
         capacity: greatest number of remembered tokens.
 
     Attributes:
-        index: the texts, one after the other; dropped texts are among them until the index is rebuilt.
+        index: the texts, one after the other. Dropped texts are among them until the index is rebuilt.
         tokens: number of remembered tokens.
-        dropped: number of tokens that were dropped with their text, or cut off a text that exceeded `capacity`.
+        dropped: number of dropped tokens: of dropped texts, and cut off from texts that exceeded `capacity`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -159,9 +165,9 @@ class TextMemory:
         self.index = ChainedText()
         self._begins: list[int] = []  # where each text begins in the index, in order
         self._ends: list[int] = []
-        self._used: dict[int, None] = {}  # the numbers of the texts that are remembered, the least recently used first
+        self._used: dict[int, None] = {}  # the numbers of the remembered texts, the least recently used first
         self.tokens = self.dropped = 0
-        self._numbers: dict[int, int] = {}  # the numbers of texts by the hash of their bytes
+        self._numbers: dict[int, int] = {}  # the number of each text, by the hash of its bytes
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +187,7 @@ class TextMemory:
         vars(self).update(state, lock=threading.RLock())
 
     def add(self, text: array[int]) -> None:
-        """Remembers `text`, or its last `capacity` tokens; a text that is remembered already is only marked as used."""
+        """Remembers `text`, or its last `capacity` tokens. If the text is remembered already, it is only marked as used."""
         with self.lock:
             self.dropped += max(len(text) - self.capacity, 0)
             text = text[-self.capacity :] if self.capacity else text[:0]
@@ -200,7 +206,7 @@ class TextMemory:
             self._append(text)
 
     def text_at(self, place: int) -> int | None:
-        """The number of the text that contains the token at `place` of :attr:`index`; None if this text was dropped."""
+        """The number of the text that contains the token at `place` of :attr:`index`. None if this text was dropped."""
         number = bisect_right(self._begins, place) - 1
         return number if number in self._used else None
 
@@ -209,7 +215,7 @@ class TextMemory:
         return self._ends[number]
 
     def use(self, number: int) -> None:
-        """Marks a text as the most recently used, which will be dropped last."""
+        """Marks a text as the most recently used, so that it is dropped last."""
         del self._used[number]
         self._used[number] = None
 

@@ -1,4 +1,4 @@
-"""The command line ``decoders``: one file for each group of commands. torch is imported only by the commands that need it."""
+"""The command line ``decoders``, with one file for each group of commands. Only commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import DecodersError
 from . import catalogue
 from .console import plain_console
 
-#: Options that users of transformers may try, each with advice on what to use instead.
+#: Options that users of transformers may try, with advice on what to use instead.
 INSTEAD = {
     "--num-beams": "No strategy does beam search; transformers' own generate, without strategy=, does",
     "--do-sample": "--temperature 1 samples; without it decoding is greedy",
@@ -26,22 +26,22 @@ INSTEAD = {
     "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
 }
-#: By command: advice for a user who gives it too many arguments.
+#: Advice for users who give a command too many arguments, by command.
 FURTHER = {
     "generate": "Put a prompt of several words in quotes",
     "strategies": "`decoders config STRATEGY` explains the settings of a strategy",
 }
-#: Click's ``UsageError``, which typer does not export: the base of ``typer.BadParameter``.
+#: Click's ``UsageError``, the base of ``typer.BadParameter``. Typer does not export it.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Group(catalogue.ExtensibleGroup):
-    """A group of commands. Expected errors print one red line and set the exit code: 2 for :class:`DecodersError`, 1 for OSError."""
+    """A group of commands. Expected errors print one red line. The exit code is 2 for a :class:`DecodersError`, 1 for an OSError."""
 
-    def invoke(self, ctx: Any) -> Any:  # a context of click, or of typer's own copy of it, depending on the version
+    def invoke(self, ctx: Any) -> Any:  # a context of click or, depending on the version, of typer's own copy of click
         try:
             result = super().invoke(ctx)
-            typer.echo(nl=False)  # flushed here, so that a failing write is reported
+            typer.echo(nl=False)  # flushes, so that a failing write is reported
             return result
         except typer.BadParameter as error:
             _name_value(error)
@@ -59,7 +59,7 @@ class Group(catalogue.ExtensibleGroup):
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            # On the command line, assistant_model= is --assistant. A name in quotes was typed by the user, so it stays.
+            # The command line calls assistant_model= --assistant. A name in quotes was typed by the user, so it stays.
             _print_error(re.sub(r"(?<![\w'\"])assistant_model=?(?!\w)", "--assistant", str(error)))
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
@@ -85,7 +85,7 @@ def _print_error(message: str) -> None:
     _print_line(f"error: {message}", "red")
 
 
-@functools.cache  # prints each message once: Python's own filter would pass it once for each line of code that warns
+@functools.cache  # prints each message once; Python's own filter would print it once for each line of code that warns
 def _print_warning(message: str) -> None:
     _print_line(f"warning: {message}", "yellow")
 
@@ -131,14 +131,14 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options of all commands; ``--debug`` is read by :class:`Group`."""
+    """Options of all commands. :class:`Group` reads ``--debug``."""
 
 
 def main() -> None:
     """Entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Characters that the terminal's encoding lacks are escaped; by default they would raise an error.
+            # Characters that the terminal's encoding lacks are escaped. By default they would raise an error.
             stream.reconfigure(errors="backslashreplace")
     warnings.showwarning = lambda message, *place: _print_warning(str(message))
     app(prog_name="decoders")

@@ -1,4 +1,4 @@
-"""``decoders bench``: measures strategies and transformers' own methods in one run, in which the methods decode each prompt in turn."""
+"""``decoders bench``: measures strategies and transformers' own methods in one run. The methods take turns to decode each prompt."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def measure(
     """Measures strategies and transformers' own methods side by side, and prints a table and a recommendation.
 
     Args:
-        subjects: loads the models, and may add methods to measure; None: a plain :class:`~decoders.cli.bench_run.Subjects`. The other
+        subjects: loads the models, and may add methods to measure; None: a plain :class:`~decoders.cli.bench_run.Subjects`. All other
             arguments are options of the command.
     """
     batches = numbers(batch)

@@ -1,4 +1,4 @@
-"""``decoders bench load``: measures a load of many requests of different lengths."""
+"""``decoders bench load``: measures throughput and latency under a load of many requests of different lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..bench.load import Arrival, LoadResult
     from ..bench.synthetic import Synthetic
 
-    #: Prepares a method for a load (requests with arrival times) and a dtype. The returned context yields a function that decodes one.
+    #: Prepares a method for a load (requests with arrival times) and a dtype. Its context yields a function that decodes a load.
     Opens = Callable[[Sequence[Arrival], str], AbstractContextManager[Callable[[Sequence[Arrival]], LoadResult]]]
 
 CONTINUOUS = "transformers-continuous"
@@ -84,7 +84,7 @@ def measure_load(
 
     Args:
         load_model: returns model and tokenizer for a name, a dtype and a device; None: :func:`~decoders.cli.models.load`.
-        others: further methods by name, each a function of the type `Opens`.
+        others: further methods, functions of the type `Opens`, by name.
         facts: entries to add to the options in the JSON file.
     """
     progress_console, console = consoles(json_file)
@@ -119,9 +119,9 @@ def measure_load(
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
     waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
-    # No request uses cached keys and values of earlier requests, or what a strategy has learned from earlier requests.
+    # Requests do not use cached keys and values of earlier requests, nor what a strategy has learned from them.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
-    # A short load, which makes the model ready and compiles before the measured runs.
+    # A short load that prepares and compiles the model before the measured runs.
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]
     rehearse(loaded, drafters, waves, options)
     ours: list[str | Synthetic | None] = [*named, *drafters]

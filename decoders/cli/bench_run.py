@@ -1,4 +1,4 @@
-"""``decoders bench`` after its options are parsed: a checked :class:`Plan`, and a :class:`Run` that makes its measurements."""
+"""The measurements of ``decoders bench``: a :class:`Plan` is made from the checked options, and a :class:`Run` measures it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Plan:
         of_shapes: whether the subjects are shapes.
         draft, assistant_tokenizer, device: the options of these names, for every subject.
         strategies, baselines: names of strategies and of transformers' methods; None: all.
-        acceptances: acceptance rates of simulated drafters, as ``--acceptance`` gives them.
+        acceptances: acceptance rates of simulated drafters, the values of ``--acceptance``.
         strategy_settings: settings of strategies, by strategy.
         loop_settings: settings of the loop that were given with ``--set``.
         compile, capacity: settings of the loop that were given with ``--compile`` and ``--capacity``.
-        samplings: sampling settings (None: greedy decoding); everything is measured with each of them.
+        samplings: sampling settings (None: greedy decoding). Everything is measured with each of them.
         prompts: kinds of prompts, or a file; None: instructions if the tokenizer has a chat template, else ``all``.
         suite: name of a published benchmark; None without a benchmark.
         questions: the benchmark's questions.
@@ -98,7 +98,7 @@ class Plan:
 
 
 def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[str]:
-    """Names of the models or shapes to measure. Misspelt shapes are reported here, before models are loaded for minutes.
+    """Names of the models or shapes to measure. Misspelt shapes are reported here, before minutes go into loading models.
 
     Raises:
         UnknownNameError: no such shape.
@@ -116,7 +116,7 @@ def checked_strategies(
     """Names of the strategies to measure; None: all.
 
     Args:
-        tiers: whether to measure each strategy uncompiled, too.
+        tiers: whether to measure each strategy uncompiled as well.
         settings: settings by strategy. They apply to all variants of a strategy, such as ``prompt_lookup[compile=false]``.
 
     Raises:
@@ -132,7 +132,7 @@ def checked_strategies(
 
 
 def checked_baselines(baselines: Sequence[str] | None) -> list[str] | None:
-    """The methods of transformers to measure; None: all. Raises UnknownNameError or SettingsError: wrong name or brackets."""
+    """The methods of transformers to measure; None: all. Raises UnknownNameError or SettingsError for wrong names or brackets."""
     names = pieces(baselines) or []
     if names == ["all"]:
         return None
@@ -160,7 +160,8 @@ class Subjects:
     def load(self, model: str, draft: str | None, dtype: str, device: str | None) -> Loaded:
         """Loads the target called `model`, its tokenizer (None for a shape) and its draft model, in `dtype` on `device`.
 
-        `draft` is the name of a model or shape. If it is None, the demo model gets the demo's draft model, other models none.
+        Args:
+            draft: name of a model or shape. None: the demo model gets the demo's draft model, other models get none.
         """
         tokenizer: PreTrainedTokenizerBase | None = None
         if model in SHAPES:
@@ -175,15 +176,16 @@ class Subjects:
         return target, tokenizer, assistant
 
     def methods(self, plan: Plan, name: str, measured: Sequence[Method], console: Console) -> list[Method]:
-        """Further methods to measure for the subject `name`, besides those in `measured`; by default none."""
+        """Further methods to measure for the subject `name`, in addition to `measured`. By default an empty list."""
         return []
 
 
 def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -> dict[str, PreTrainedTokenizerBase]:
-    """The tokenizer arguments of ``generate`` for a draft model with the tokenizer called `name`; empty if `name` is None.
+    """The tokenizer arguments of ``generate`` for a draft model with the tokenizer called `name`. Empty if `name` is None.
 
     Raises:
-        ModelLoadError: no such tokenizer. SettingsError: the target has no tokenizer.
+        ModelLoadError: no such tokenizer.
+        SettingsError: the target has no tokenizer.
     """
     if name is None:
         return {}
@@ -194,16 +196,16 @@ def tokenizers_of(tokenizer: PreTrainedTokenizerBase | None, name: str | None) -
 
 @dataclass
 class Run:
-    """The measurements of a plan, finished or not.
+    """A run of the measurements of a plan, with the results so far.
 
     Attributes:
         plan: the measurements to make.
         console: shows progress.
         subjects: loads the subjects.
-        facts: facts about the machine; empty before the first measurement.
-        measured: the results: a record for each method and kind of prompt.
+        facts: facts about the machine. Empty before the first measurement.
+        measured: the results so far, a record for each method and kind of prompt.
         interrupted: whether the run was interrupted. If so, the records cover only the prompts that every method has decoded.
-        save: called with the result of :meth:`as_dict` at the beginning, whenever all methods have decoded a prompt, and at the end.
+        save: called with the result of :meth:`as_dict` at the beginning, each time all methods have decoded a prompt, and at the end.
         complete: whether the run is complete.
     """
 
@@ -217,7 +219,7 @@ class Run:
     complete: bool = False
 
     def measure(self) -> None:
-        """Measures one subject after the other; each is freed before the next is loaded."""
+        """Measures one subject after the other. Each is freed before the next is loaded."""
         plan = self.plan
         texts = [] if plan.prompts is None else read_prompts(plan.prompts, plan.limit)
         for name in plan.subjects:
@@ -234,7 +236,7 @@ class Run:
 
     @property
     def busy(self) -> str:
-        """A warning if other processes kept the CPU's cores busy, else ""."""
+        """A warning if other processes kept the CPU's cores busy, otherwise an empty string."""
         return comparable(self.measured)[1] or str(self.facts.get("busy", ""))
 
     def verdicts(self) -> list[Verdict]:
@@ -242,8 +244,11 @@ class Run:
         return verdicts(self.records)
 
     def tables(self, details: bool, width: int) -> list[Table | Text]:
-        """The summary table and a recommendation for each group (see :meth:`verdicts`); then the tables of a suite, and with `details`
-        all other tables. width: number of columns.
+        """The summary table, and a recommendation for each group (see :meth:`verdicts`). Then come the tables of a suite.
+
+        Args:
+            details: whether to add all other tables.
+            width: number of columns of the console.
         """
         groups = pooled(self.records)
         shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
@@ -280,7 +285,7 @@ class Run:
                 method.engine.close()
 
     def _methods(self, name: str) -> tuple[list[Method], PreTrainedTokenizerBase | None]:
-        """The methods for the subject `name` in every dtype, and its tokenizer. All are in memory at once, since methods take turns."""
+        """The methods for the subject `name` in every dtype, and its tokenizer. All are in memory together, because they take turns."""
         plan, methods = self.plan, list[Method]()
         tokenizer: PreTrainedTokenizerBase | None = None
         for dtype in plan.dtypes:
@@ -316,7 +321,7 @@ class Run:
     def _groups(
         self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase | None, texts: Texts
     ) -> list[list[bench.Workload]]:
-        """A list of workloads (prompts to decode together) for each batch size."""
+        """For each batch size, a list of workloads. A workload is a batch of prompts that are decoded together."""
         plan = self.plan
         if plan.prompt_lengths is not None:
             vocabulary, most = vocabulary_size(methods[0].model), min(plan.limit or 1, 2)
@@ -329,7 +334,7 @@ class Run:
         return [bench.workloads(tokenizer, texts, rows) for rows in plan.batches]
 
     def _conversations(self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase, suite: str) -> Texts:
-        """The turns of a suite as prompts. Answers to earlier turns come from plain greedy decoding, the same for all methods."""
+        """The turns of a suite as prompts. All methods get the same answers to earlier turns, from plain greedy decoding."""
         plain = replace(next(method for method in methods if method.name == PLAIN), sampling=None)
         questions = self.plan.questions
 

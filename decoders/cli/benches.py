@@ -1,4 +1,4 @@
-"""What the bench's commands share: options, progress, and the output of results to the console or a file."""
+"""Shared parts of the bench commands: options, progress, and the output of results to the console or a file."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Acceptance = Annotated[
 
 
 def pieces(texts: Sequence[str] | None) -> list[str] | None:
-    """The values of an option that may be repeated and comma-separated, as one list; None if the option was not given."""
+    """The values of an option that may be repeated and comma-separated, as one list. None if the option was not given."""
     from ..bench.variants import split
 
     return None if texts is None else [piece for text in texts for piece in split(text)]
 
 
 def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Divides settings into the loop's settings and settings by strategy.
+    """Divides settings into the loop's settings and the settings of strategies, by strategy.
 
     Raises:
         SettingsError: a setting belongs neither to the loop nor to a named strategy, or its value is invalid.
@@ -77,7 +77,7 @@ def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") 
     """Parses ``"1,4"`` to a list of numbers without duplicates. expected: the beginning of the error message.
 
     Raises:
-        SettingsError: `text` holds anything but positive whole numbers.
+        SettingsError: `text` is not a list of positive whole numbers.
     """
     try:
         values = [int(part) for part in text.split(",") if part.strip()]
@@ -91,8 +91,9 @@ def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") 
 def with_options_of(
     function: Callable[..., Any], without: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator for a command ``f(own…, **options)``: in place of ``**options``, its signature gets the options of `function`, except
-    those named in `without` and those that the command defines itself.
+    """A decorator for a command ``f(own…, **options)`` that replaces ``**options`` in its signature by the options of `function`.
+
+    Options that are named in `without`, or that the command defines itself, are left out.
     """
 
     def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,13 +113,13 @@ def with_options_of(
     return with_options
 
 
-#: Seconds between two lines of progress without a terminal.
+#: Without a terminal, there are at least this many seconds between two lines of progress.
 SECONDS_A_LINE = 5.0
 
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM acts like Ctrl-C, so that a terminated run shows its results so far (main thread only)."""
+    """A context manager: in its block, SIGTERM acts like Ctrl-C, so that a terminated run shows its results. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,7 +131,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Raises SettingsError if `path`, the value of `option`, is a folder, lies in a missing folder, or may not be written."""
+    """Raises SettingsError if `path`, the value of `option`, is a folder, is in a missing folder, or may not be written."""
     if path is None or str(path) == "-":
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -142,10 +143,10 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def consoles(json_file: Path | None) -> tuple[Console, Console]:
-    """The consoles for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-").
+    """Returns two consoles, for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-").
 
     Raises:
-        SettingsError: `json_file` cannot be written. This is checked here, not after minutes of measuring.
+        SettingsError: `json_file` cannot be written. This is checked here, and not after minutes of measuring.
     """
     check_writable("--json", json_file)
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
@@ -153,11 +154,12 @@ def consoles(json_file: Path | None) -> tuple[Console, Console]:
 
 @contextlib.contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar of `total` calls. Yields a function that advances it by one call, with a description and the remaining seconds. If
-    the seconds are not given, the function estimates them as if all calls took equally long.
+    """A progress bar of `total` calls. Yields a function that advances it by one call.
 
-    Without a terminal, lines are printed instead: the first line at once, then at most one line in :data:`SECONDS_A_LINE` seconds.
-    A line that comes sooner waits until this time has passed, and is printed unless a later line has replaced it.
+    The function takes a description and the remaining seconds. If the seconds are not given, it estimates them, assuming that all
+    calls take equally long. Without a terminal, lines are printed instead: the first line at once, then at most one line in
+    :data:`SECONDS_A_LINE` seconds. A line that comes sooner waits until this time has passed. Then it is printed, unless a later line
+    has replaced it.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -201,7 +203,7 @@ def duration(seconds: float) -> str:
 
 
 def footnote(machine: dict[str, Any]) -> str:
-    """A line about the machine and the versions of the libraries. machine: see :func:`decoders.bench.machine.facts`."""
+    """A line about the machine and the versions of the libraries. machine: from :func:`decoders.bench.machine.facts`."""
     missing = "" if machine["memory"] else f"; memory not measured, it takes {installing('bench')}"
     return (
         f"{machine['cpu']}, {amount(machine['threads'], 'thread')}, device {machine['device']}, "
@@ -218,7 +220,7 @@ def conclude(
     Args:
         run: the command's options, for the JSON file.
         threads: number of threads of the measured processes; None: this process was measured.
-        results: lists of results by name, JSON-safe.
+        results: lists of JSON-safe results, by name.
 
     Raises:
         SettingsError: see :func:`write_json`.
@@ -248,7 +250,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
         return
     try:
         if path.is_file() or (path.parent.is_dir() and not path.exists()):
-            # Written to a temporary file first, so that an interrupted write leaves the old file.
+            # `write_whole` writes a temporary file first, so that an interrupted write leaves the old file.
             write_whole(path, text.encode())
         else:  # `path` is a pipe or the like
             path.write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The registered objects (strategies, grammars, plugins …) as JSON-safe data, for commands that only list them. Files are read instead
-of the registry if possible, because the registry imports torch.
+"""The registered objects (strategies, grammars, plugins …) as JSON-safe data, for commands that only list them.
 
-``builtin.json`` lists the objects of this package. If plugins are installed, a list of all objects is kept in the user's cache until
-a file of the plugins or of this package changes. If a plugin fails, nothing is cached.
+If possible, files are read instead of the registry, because the registry imports torch. ``builtin.json`` lists the objects of this
+package. If plugins are installed, a list of all objects is kept in the user's cache until a file of the plugins or of this package
+changes. If a plugin fails, nothing is cached.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 Items = list[dict[str, Any]]
 
-#: The whole command line; :mod:`decoders.cli` replaces this empty one.
+#: The whole command line. :mod:`decoders.cli` replaces this empty object.
 command_line = typer.Typer()
 
 #: The objects of this package, by kind. Written by docs/generate_reference.py.
 BUILTIN_FILE = Path(__file__).with_name("builtin.json")
-#: If any of these environment variables is set, the registry is read, not a file.
+#: If one of these environment variables is set, the registry is read instead of a file.
 _LISTS = ("DECODERS_PLUGINS_BLOCK", "DECODERS_PLUGINS_ALLOW", "DECODERS_PLUGINS_STRICT")
 #: Commands of decoders-lab, for the message if it is not installed.
 OF_LAB = (
@@ -48,10 +48,10 @@ OF_LAB = (
 
 
 def catalogue(kind: str) -> Items:
-    """All objects of one kind (:data:`KINDS`), in the order in which commands list them, as dicts like those of :func:`taken`.
+    """All objects of one kind (:data:`KINDS`), in the order in which commands list them. The dicts are described at :func:`taken`.
 
     Raises:
-        PluginError: with ``DECODERS_PLUGINS_STRICT=1``, when a plugin fails to load or two plugins claim one name.
+        PluginError: ``DECODERS_PLUGINS_STRICT=1`` is set, and a plugin fails to load or two plugins claim one name.
     """
     if "decoders.registry.plugins" in sys.modules or any(map(os.environ.get, _LISTS)):
         return taken(kind)
@@ -70,8 +70,10 @@ def catalogue(kind: str) -> Items:
 
 
 def taken(kind: str) -> Items:
-    """The objects of one kind (:data:`KINDS`) from the registry, not from a cached file: name, provider, version and the listed
-    attributes of each object's class; for strategies also the settings. Of grammars, only those of plugins are listed.
+    """The objects of one kind (:data:`KINDS`) from the registry, not from a cached file.
+
+    Each dict has the object's name, provider and version, the listed attributes of its class and, for strategies, the settings. The
+    grammars are only those of plugins.
     """
     from ..registry import registry
     from ..registry.kinds import DISTRIBUTION
@@ -87,11 +89,11 @@ def taken(kind: str) -> Items:
         if kind == "grammars":
             entries = [entry for entry in entries if entry.provider != DISTRIBUTION]
         items = [_facts(entry, kind) for entry in entries]
-    return cast(Items, json.loads(json.dumps(items, default=str)))  # converted to the types that JSON returns
+    return cast(Items, json.loads(json.dumps(items, default=str)))  # the types are then the same as from a file
 
 
 def added_commands() -> list[str]:
-    """The names of the commands that plugins add; finds them without importing torch if possible."""
+    """The names of the commands that plugins add. Finds them without importing torch if possible."""
     return [item["name"] for item in catalogue("commands")]
 
 
@@ -128,7 +130,7 @@ def as_command(function: Callable[..., None], name: str) -> Any:
 
 
 def unusable_commands() -> dict[str, str]:
-    """For each plugin with a command that cannot be used, by the plugin's key: the error messages, as one text."""
+    """Error messages about commands of plugins that cannot be used, by the plugin's key. Several messages are joined to one text."""
     from ..registry import registry
 
     wrong: dict[str, str] = {}
@@ -145,7 +147,7 @@ def unusable_commands() -> dict[str, str]:
 
 
 class ExtensibleGroup(TyperGroup):
-    """A group of commands that includes the commands of plugins, which are looked up only for an unknown name and for the help."""
+    """A group of commands that includes commands of plugins. These are looked up only for an unknown name and for the help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         prefix = self._prefix()
@@ -200,7 +202,7 @@ def _refusing(error: PluginError) -> Callable[..., None]:
     return refuse
 
 
-#: The attributes of an object's class that are listed, by kind of object.
+#: For each kind of object, the attributes of its class that are listed.
 _ATTRIBUTES = {
     "strategies": ("summary", "exact", "needs_assistant", "needs_grammar", "needs"),
     "verifiers": ("summary", "exact", "trees", "coupled"),
@@ -241,7 +243,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _state(points: Iterable[metadata.EntryPoint]) -> str:
-    """A hash of the installed plugins, and of the paths and modification times of their files and of this package's."""
+    """A hash of the installed plugins, and of the paths and modification times of all files of the plugins and of this package."""
     found: list[Any] = [__version__, sys.version]
     found += [(p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "") for p in points]
     folders = [Path(__file__).parents[1]]
@@ -254,7 +256,7 @@ def _state(points: Iterable[metadata.EntryPoint]) -> str:
     for folder in folders:
         for file in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
             found.append((str(file), _changed(file)))
-    # Installing or removing a distribution on which a plugin depends changes site-packages.
+    # The times of site-packages are included because a plugin's dependency may be installed or removed.
     found += [_changed(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib")]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 

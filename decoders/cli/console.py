@@ -14,7 +14,7 @@ FILE_WIDTH = 200
 
 
 def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console without markup, because names of methods, models, patterns and extras contain brackets."""
+    """A console that reads no markup, because names of methods, models, patterns and extras contain brackets."""
     from rich.console import Console
 
     console = Console(stderr=stderr, quiet=quiet, markup=False)
@@ -24,7 +24,7 @@ def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def waiting(console: Console, text: str) -> Status:
-    """A spinner beside `text`, without markup. If `console` writes to stderr, and that is no terminal, texts are printed as lines."""
+    """A spinner beside `text`. If `console` writes to stderr and stderr is no terminal, texts are printed as lines instead."""
     from rich.status import Status
     from rich.text import Text
 

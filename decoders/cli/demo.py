@@ -1,4 +1,4 @@
-"""``decoders demo``: shows a model that completes a prompt live, then a table that compares a few strategies."""
+"""``decoders demo``: shows live how a model completes a prompt, then prints a table that compares a few strategies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from ..bench import Competitor, Record
     from ..prompts.reading import Content
 
-#: Kinds of prompts for the demo model and for other models; by default a prompt of each of the first two kinds is shown.
+#: Kinds of prompts for the demo model and for other models. By default, the demo decodes one prompt of each of the first two kinds.
 DEMO_KINDS = ("copy", "code", "docstring")
 INSTRUCTION_KINDS = ("edit", "summary", "extract", "chat", "code", "list")
-#: Least number of new tokens in each text that is measured for the table, even on a slow machine.
+#: Minimum number of new tokens in each text that is measured for the table, even on a slow machine.
 FEWEST = 16
-#: Without --compile, the table's methods are compiled from this many --seconds on: compiling takes one to three minutes on two cores.
+#: If neither --compile nor --no-compile is given, methods are compiled if --seconds is at least this number. Compiling takes one to
+#: three minutes on two cores.
 COMPILES_FROM = 120
-#: Strategies that are compared if none are named; more would take longer.
+#: Strategies that are compared if none are named. More would take longer.
 STRATEGIES = ("autoregressive", "prompt_lookup", "speculative")
 
 
@@ -114,7 +115,7 @@ def demo(
         workloads = b.workloads(tokenizer, texts)
         facts = machine.facts(target.device)
     if live and not as_json:
-        # The first text is written by the last strategy that needs no draft model, and does not wait for the compiler.
+        # The last strategy that needs no draft model writes the first text. It does not wait for the compiler.
         config = {"compile": False if compile is False else "auto"}
         methods_at_once = b.strategy_methods(target, names, assistant, None, config, tokenizer)
         runnable = [method for method in methods_at_once if not method.impossible]
@@ -150,7 +151,7 @@ def demo(
         )
     console.print(f"{compilation(entries)}\n", style="dim")
     lively = live and not as_json and console.is_terminal
-    # Each method writes two texts per prompt, one to check and one for the table; on a terminal also a text to look at.
+    # Each method writes two texts per prompt: one is checked, one is timed for the table. On a terminal it writes a third to look at.
     left = max(0.0, deadline - time.monotonic())
     new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), left, max_new_tokens)
     for (name, _, content), workload in zip(texts, workloads, strict=True) if lively else ():
@@ -212,10 +213,10 @@ def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float,
 def choose_prompts(
     prompt: str | None, prompt_file: Path | None, kind: str | None, known: Sequence[str] = DEMO_KINDS
 ) -> list[tuple[str, str, Content]]:
-    """The prompts, each as (name, kind, text or messages): the user's own prompt, or one prompt of `kind`, or one prompt of each of
-    the first two kinds in `known`.
+    """The prompts, each as (name, kind, text or messages).
 
-    The user's own prompt becomes a message for the chat template, unless `known` are the demo model's kinds.
+    These are the user's own prompt, or one prompt of `kind`, or one prompt of each of the first two kinds in `known`. The user's own
+    prompt becomes a message for the chat template, unless `known` are the demo model's kinds.
 
     Raises:
         SettingsError: two prompts were given, or the prompt is empty.
@@ -246,7 +247,7 @@ def choose_prompts(
 
 
 def compilation(entries: list[Competitor]) -> str:
-    """A line of text about compiling: the number of compiled graphs and the seconds of compiling."""
+    """A line of text that says how many graphs were compiled, and how many seconds this took."""
     warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
     seconds, graphs = sum(w.compile_seconds for w in warmups), sum(w.compilations for w in warmups)
     if not graphs:
@@ -262,13 +263,13 @@ def others(shown: Iterable[str]) -> str:
 
 
 def completions(entries: list[Competitor], tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """By prompt: the text that the baseline (the first of `entries`) wrote."""
+    """The text that the baseline (the first of `entries`) wrote for each prompt, by prompt."""
     checks = entries[0].checks
     return {name: str(tokenizer.decode(check.tokens[0], skip_special_tokens=True)) for name, check in checks.items()}
 
 
 def overview(records: list[Record]) -> Table:
-    """The demo's table: every strategy on every kind of prompt."""
+    """The table of the demo: the speed of every strategy on every kind of prompt."""
     from rich.text import Text
 
     from ..bench.tables import loops, summary_table

@@ -26,8 +26,10 @@ STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the result. status: "ok"; "note": information; "warning": something is slow or set wrongly; "problem": something does
-    not work.
+    """A line of the result.
+
+    Attributes:
+        status: "ok"; "note" for information; "warning" if something is slow or set wrongly; "problem" if something does not work.
     """
 
     name: str
@@ -52,7 +54,7 @@ def doctor(
     for name, check in checks.items():
         try:
             findings += check()
-        except Exception as error:  # any error is reported, since this command is for broken installations
+        except Exception as error:  # any error is reported, because this command is for broken installations
             findings.append(Finding(name, "problem", f"{type(error).__name__}: {error}"))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -63,7 +65,7 @@ def doctor(
 
 
 def as_table(findings: Iterable[Finding]) -> Table:
-    """A table with a line for each finding; long texts are wrapped in their column."""
+    """A table with a line for each finding. Long texts are wrapped in their column."""
     from rich.table import Table
     from rich.text import Text
 
@@ -84,7 +86,7 @@ def versions() -> Iterator[Finding]:
 
 
 def clash() -> Iterator[Finding]:
-    """A problem if the PyPI project ``decoders`` is installed, whose package of the same name replaces this package."""
+    """A problem if the PyPI project ``decoders`` is installed. It installs a package of the same name in place of this package."""
     try:
         other = metadata.distribution("decoders")
     except metadata.PackageNotFoundError:
@@ -125,7 +127,7 @@ def device() -> Iterator[Finding]:
 
 
 def cpu_kernels() -> Iterator[Finding]:
-    """Whether this package has kernels for this processor; the first call on a machine compiles the kernels."""
+    """Whether this package has kernels for this processor. The first call on a machine compiles the kernels."""
     from ..engine.model.kernels import cpu
 
     choice = cpu.chosen()
@@ -133,7 +135,7 @@ def cpu_kernels() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Whether there is a compiler with which torch.compile can build kernels, and in which folder it stores them."""
+    """Whether there is a compiler for torch.compile, and the folder in which torch.compile stores kernels."""
     from ..engine.model.torch_compat import cpp_compiler, kernel_folder
 
     if (program := cpp_compiler()) is not None:
@@ -149,7 +151,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def plugins() -> Iterator[Finding]:
-    """The plugins that are loaded, and for each plugin that cannot be used the reason."""
+    """The plugins that are loaded, and the reason for each plugin that cannot be used."""
     from ..registry import registry
 
     infos = taken("plugins")
@@ -209,7 +211,7 @@ def demo_models() -> Iterator[Finding]:
 
 
 def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Finding]:
-    """Whether all strategies write the same tokens with the model `name` in this dtype on this device, and whether its kernels work."""
+    """Whether all strategies write the same tokens with the model `name` in this dtype on this device, and whether kernels work."""
     from ..engine.model.invariance import check
     from ..engine.model.self_check import target_of
     from ..engine.model.weights.quantization import Precision

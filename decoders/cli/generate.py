@@ -153,7 +153,7 @@ def generate(
             arguments["assistant_model"] = draft
         if assistant_tokenizer is not None:
             arguments["assistant_tokenizer"] = models.load_other_tokenizer(assistant_tokenizer)
-        if compile is not None:  # if the option is not given, the environment and the configuration file still apply
+        if compile is not None:  # without the option, the environment and the configuration file apply
             arguments["decoders_config"] = {"compile": compile}
         return loaded, tokenizer
 
@@ -209,7 +209,7 @@ def generate(
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Prints the main figures, one per line, then the text coloured by drafter, and how many steps produced 1, 2, … tokens."""
+    """Prints the main figures, one per line. Then prints the text coloured by drafter, and how many steps produced 1, 2, … tokens."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Commands that list strategies, grammars, plugins and the settings in force, each with its origin."""
+"""Commands that list strategies, verifiers, grammars and plugins, and the settings in force with their origins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def strategies(as_json: Json = False) -> None:
 
 
 def shown_value(value: Any, description: str) -> str:
-    """The value of a setting as text; None is followed by its meaning, taken from the setting's description."""
+    """The value of a setting as text. None is followed by its meaning, which is taken from the setting's description."""
     meaning = description.partition("None: ")[2].split(". ")[0].rstrip(".")
     return f"None ({meaning})" if value is None and meaning else repr(value)
 
@@ -65,7 +65,7 @@ def grammar_backends(as_json: Json = False) -> None:
 
 
 def _list(items: list[dict[str, Any]], as_json: bool, **columns: Callable[[dict[str, Any]], str]) -> None:
-    """Prints `items` as JSON, or as a table. columns: by heading, a function that returns an item's text in this column."""
+    """Prints `items` as JSON, or as a table. columns: heading → function that returns the text of an item in this column."""
     if as_json:
         typer.echo(json.dumps(items, indent=2, default=str))
         return
@@ -155,7 +155,7 @@ def plugins(
 
 
 def _provided(info: dict[str, Any]) -> Iterator[str]:
-    """Yields what a plugin provides, one line per kind: names, but only the number for more than eight grammars."""
+    """Yields what a plugin provides: a line of names for each kind of object. Of more than eight grammars, only the number is shown."""
     for kind in ("strategies", "verifiers", "grammar_backends", "grammars", "grammar_types", "observers", "commands"):
         names = info[kind]
         if not names:
@@ -235,7 +235,7 @@ def config(
 
 
 def _in_force(cls: Any, section: str | None, sections: list[str]) -> list[dict[str, Any]]:
-    """The settings of a section of the configuration (a strategy; None: the loop), each with its value, origin and meaning."""
+    """The settings of a section, each with its value, origin and meaning. section: a strategy's name; None for the loop's settings."""
     from ..settings import load_settings, origins
 
     values = load_settings(cls, section, {}, {}, sections=sections).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Shows a text while it is generated: as plain text, or in a panel in which accepted draft tokens have a colour of their own."""
+"""Shows a text while it is generated: as plain text, or in a panel that shows accepted draft tokens in another colour."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..common.pieces import TextPieces
 ACCEPTED, OWN = "bold green", "white"
 #: Number of lines of the prompt that stay in view.
 PROMPT_LINES = 4
-#: The time for compiling and making a model ready is shown if it is at least this number of seconds.
+#: The time for preparing and compiling a model is shown if it is at least this number of seconds.
 SHOWN_SECONDS = 0.5
 
 
 class ColouredStream(BaseStreamer):
     """A streamer of one row that records which of its tokens were accepted draft tokens.
 
-    All tokens of a step except the last are accepted draft tokens; the target chose the last token. (At the end of a row, the last
-    token of an incomplete step may be a draft token, too.)
+    All tokens of a step except the last are accepted draft tokens. The target chose the last token. (At the end of a row, a step may
+    be incomplete. Then its last token may also be a draft token.)
 
     Attributes:
-        pieces: (text, accepted) per token. The text is "" if it depends on later tokens, whose text then contains it. :meth:`end` may
-            add one more piece.
+        pieces: (text, accepted) for each token. If the text depends on later tokens, it is "" here, and the later tokens' text
+            contains it. :meth:`end` may add one more piece.
         steps: number of steps so far.
-        drawing: seconds spent in `on_change`, which is called after each step to draw the text.
+        drawing: seconds spent in `on_change`. This function is called after each step to draw the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_change: Any = lambda: None) -> None:
@@ -82,8 +82,10 @@ def show(
     console: Console, method: Method, workload: Workload, tokenizer: PreTrainedTokenizerBase, name: str, prompt: str,
     new_tokens: int,
 ) -> None:  # fmt: skip
-    """Decodes `workload` (one row) and shows the text while it grows. The shown speed excludes the time for drawing. At
-    the end it also excludes the time for compiling and making the model ready, which is shown beside the speed.
+    """Decodes `workload` (one row) and shows the text while it grows.
+
+    The shown speed excludes the time for drawing. At the end it also excludes the time for preparing and compiling the model. This
+    time is shown beside the speed.
     """
     started, ready = time.perf_counter(), 0.0
     stream = ColouredStream(tokenizer)

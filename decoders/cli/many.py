@@ -1,4 +1,4 @@
-"""``decoders generate --input … --output …``: completes the prompts of a file in batches; a run that was killed can be continued."""
+"""``decoders generate --input … --output …``: completes the prompts of a file in batches. A run that was killed can be resumed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def check_files(input: Path | None, output: Path | None, prompt: str | None, prompt_file: Path | None) -> bool:
-    """Whether the options name files of prompts and completions, rather than one prompt.
+    """Whether the options name a file of prompts and a file of completions, rather than one prompt.
 
     Raises:
-        SettingsError: only one file is named, a prompt is given as well, both files are the same, or the input cannot be read twice.
+        SettingsError: only one file is named, a prompt is also given, both files are the same, or the input cannot be read twice.
     """
     from ..scheduling.lines import check_file
 
@@ -52,9 +52,9 @@ class Task:
         input: file of the prompts.
         out: file of the completions.
         total: number of prompts.
-        left: number of prompts without a completion at the start of this run.
+        left: number of prompts that have no completion at the start of this run.
         failed: number of prompts that failed in an earlier run and are tried again.
-        options: the options on which the completions depend, see :func:`options_of_texts`.
+        options: the options that change the completions, see :func:`options_of_texts`.
     """
 
     input: Path
@@ -66,8 +66,9 @@ class Task:
 
     @staticmethod
     def of(input: Path, out: OutputLines, options: Mapping[str, Any]) -> Task:
-        """The task of completing the prompts in `input`. Checks that the completions in `out` belong to these prompts, and that earlier
-        runs had the same `options`.
+        """The task of completing the prompts in `input`.
+
+        Checks that the completions in `out` belong to these prompts, and that earlier runs had the same `options`.
 
         Raises:
             SettingsError: files or options do not match, or the input cannot be read.
@@ -93,14 +94,14 @@ def complete_file(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, rows: int, slots: int, ordered: bool,
     chat: bool, given: Mapping[str, Any], arguments: dict[str, Any], console: Console, as_json: bool,
 ) -> int:  # fmt: skip
-    """Completes the remaining prompts, prints totals and speed, and returns the number of prompts that were refused or failed.
+    """Completes the remaining prompts, prints totals and speed, and returns the number of prompts that were rejected or failed.
 
     Args:
         given: the command's sampling options by name; None if an option was not given.
         arguments: arguments of ``generate`` for all prompts.
 
     Raises:
-        typer.Exit: completions cannot be written; the exit code is 1.
+        typer.Exit: completions cannot be written. The exit code is 1.
         SettingsError: the number of prompts has changed.
     """
     import json
@@ -183,8 +184,10 @@ def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
 def _prompt(
     line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, given: Mapping[str, Any]
 ) -> tuple[Prompt, Any]:  # fmt: skip
-    """Returns the line's prompt with its arguments (or an error if the line has no valid prompt), and the line's id. With ``--seed``,
-    each prompt gets its own seed, which is the same in every run.
+    """Returns the line's prompt with its arguments, and the line's id. If the line has no valid prompt, returns an error instead of
+    it.
+
+    With ``--seed``, each prompt gets its own seed. It is the same in every run.
     """
     import json
 
@@ -217,7 +220,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling arguments that the line `item` sets, completed by `given` (those of the command); empty if the line sets none."""
+    """The sampling arguments of the line `item`. Empty if the line sets none. Otherwise the command's options `given` complete them."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}
@@ -230,7 +233,7 @@ def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def options_of_texts(
     model: str, dtype: str, max_new_tokens: int, given: Mapping[str, Any], grammar: str | None, chat: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """The options on which the texts of a run depend, by name: model, dtype, number of tokens, and others not at their default."""
+    """The options that change the texts of a run, by name: model, dtype, number of tokens, and others that are not at their default."""
     from ..registry import registry
     from ..settings import RuntimeSettings, load_settings
 

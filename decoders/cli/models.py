@@ -1,4 +1,4 @@
-"""What the commands share: loading models by name, and options for models, prompts and sampling."""
+"""Shared parts of the commands: loading of models by name, and options for models, prompts and sampling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def known_dtype(name: str) -> str:
 
 
 def known_strategy(names: str) -> str:
-    """Checks the name of a strategy, or the names of merged strategies (``"a+b"``), before torch is imported, and returns `names`.
+    """Checks the name of a strategy, or the names of merged strategies (``"a+b"``), before torch is imported. Returns `names`.
 
     Raises:
         UnknownNameError, PluginError: see :func:`decoders.registry.resolve_strategy`.
@@ -56,12 +56,12 @@ def known_strategy(names: str) -> str:
 
 
 def known_strategies(names: list[str] | None) -> list[str] | None:
-    """Checks each of `names`, the values of a repeatable option (None: not given), with :func:`known_strategy`. Returns `names`."""
+    """Checks each of `names`, the values of a repeatable option, with :func:`known_strategy`. None: not given. Returns `names`."""
     return names and [known_strategy(name) for name in names]
 
 
 def known_place(name: str) -> str:
-    """Checks a model's name (a demo model, a path, or a name on the hub) before torch is imported, and returns the name.
+    """Checks a model's name (a demo model, a path, or a name on the Hub) before torch is imported. Returns the name.
 
     Raises:
         ModelLoadError: there is no such model; see :func:`load`.
@@ -72,7 +72,7 @@ def known_place(name: str) -> str:
 
 
 def use_threads(number: int | None) -> int | None:
-    """Sets the number of torch's CPU threads, unless `number` is None; returns `number`."""
+    """Sets the number of torch's CPU threads, unless `number` is None. Returns `number`."""
     if number is not None:
         import torch
 
@@ -80,7 +80,7 @@ def use_threads(number: int | None) -> int | None:
     return number
 
 
-#: Arguments and options of several commands. Most commands that load a model have the options `Dtype`, `Device` and `Threads`.
+#: Arguments and options that several commands have. Most commands that load a model have `Dtype`, `Device` and `Threads`.
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -118,7 +118,7 @@ AssistantTokenizer = Annotated[
     str | None,
     typer.Option(help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."),
 ]
-#: Defaults of the commands that generate texts: the strategy `auto`, and the checkpoint's dtype.
+#: Default strategy and default dtype of the commands that generate texts. The dtype is the checkpoint's.
 STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[
     str,
@@ -148,7 +148,7 @@ class ModelLoadError(DecodersError, OSError):
 def load(
     name: str, dtype: str = "float32", device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a model and its tokenizer. name: a folder, a name on the hub, or a GGUF file. device: see :func:`device_called`.
+    """Loads a model and its tokenizer. name: a folder, a name on the Hub, or a GGUF file. device: see :func:`device_called`.
 
     "demo" and "demo:target" are the demo model in this package, "demo:draft" is its draft model.
 
@@ -179,7 +179,7 @@ def load(
 
 
 def load_processor(name: str) -> Any:
-    """The processor of a vision model; None if the model has no processor for images, or the processor needs a missing package."""
+    """The processor of a vision model. None if the model has no processor for images, or if the processor needs a missing package."""
     if name.partition(":")[0] == DEMO or is_gguf(name):
         return None
     from transformers import AutoProcessor
@@ -195,7 +195,7 @@ def load_processor(name: str) -> Any:
 
 
 def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer without a model, from a folder, the hub, or a GGUF file. Raises ModelLoadError: no such tokenizer."""
+    """Loads a tokenizer without a model, from a folder, the Hub, or a GGUF file. Raises ModelLoadError if there is none."""
     options = _where_to_look("Tokenizer", name)
     try:
         return load_tokenizer(name, **options)
@@ -204,13 +204,13 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _where_to_look(kind: str, name: str) -> dict[str, bool]:
-    """Arguments of ``from_pretrained``: if `name` is no path here and the hub cannot be reached, to look only in the hub's cache."""
+    """Arguments of ``from_pretrained``. If `name` is no path and the Hub cannot be reached, only the Hub's cache is searched."""
     _check_name(kind, name)
     return {} if Path(name).exists() or _hub_answers() else {"local_files_only": True}
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Raises ModelLoadError if `name` is neither a path nor a possible name on the hub, or is a folder without a model."""
+    """Raises ModelLoadError if `name` is neither a path nor a possible name on the Hub, or is a folder without a model."""
     place = Path(name)
     if place.is_dir() and kind == "Model" and not any((place / file).exists() for file in _CONFIGS):
         files = sorted(file.name for file in place.glob("*.gguf"))
@@ -222,7 +222,7 @@ def _check_name(kind: str, name: str) -> None:
 
 @functools.cache
 def _hub_answers() -> bool:
-    """Whether the hub can be reached. (transformers retries for a minute if it cannot.)"""
+    """Whether the Hub can be reached. If not, transformers would retry for a minute."""
     import ssl
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen
@@ -237,7 +237,7 @@ def _hub_answers() -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # the hub's own client may know the certificate
+        return isinstance(error.reason, ssl.SSLError)  # the Hub's own client may know the certificate
     except OSError:
         return False
 
@@ -262,7 +262,7 @@ def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bo
 
 
 def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> PreTrainedModel:
-    """A model of a shape with random weights. Raises UnknownNameError, SettingsError: no such shape, dtype or device."""
+    """A model with the shape `name` and random weights. Raises UnknownNameError, SettingsError: no such shape, dtype or device."""
     if dtype not in DTYPES[1:]:
         raise UnknownNameError("dtype", dtype, DTYPES[1:])
     import torch
@@ -276,7 +276,7 @@ def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> 
 def load_assistant(
     name: str | None, model: str, dtype: str, needed: bool, device: str | None = None
 ) -> PreTrainedModel | None:
-    """Loads the draft model `name`. Without a name, returns the demo's draft model if `needed` and `model` is the demo, else None."""
+    """Loads the draft model `name`. If `name` is None: loads the demo's if `needed` and `model` is the demo, else returns None."""
     if name == DEMO or (name is None and needed and model == DEMO):
         name = f"{DEMO}:draft"
     return None if name is None else load(name, dtype, device)[0]
@@ -285,12 +285,13 @@ def load_assistant(
 def needs_assistant(
     strategies: Sequence[str], assistant: str | None, model: str, settings: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether one of `strategies` (``"a+b"`` merges two) needs ``assistant_model``. A strategy whose `settings` name its draft model
-    does not.
+    """Whether one of `strategies` (``"a+b"`` merges two) needs ``assistant_model``.
+
+    A strategy does not need it if its `settings` name a draft model.
 
     Raises:
-        UnknownNameError, PluginError: no usable strategy has this name. SettingsError: a setting is wrong, or a draft model is needed,
-            and there is none: neither `assistant` nor the demo's own.
+        UnknownNameError, PluginError: no usable strategy has this name.
+        SettingsError: a setting is wrong, or a draft model is needed but `assistant` is None and `model` is not the demo model.
     """
     from ..registry import resolve_strategy
 
@@ -301,7 +302,7 @@ def needs_assistant(
 
 
 def device_called(device: str | None) -> torch.device:
-    """The device of this name; None: CUDA if available, else the CPU. Raises SettingsError if there is no such device."""
+    """The device called `device`. None: CUDA if available, else the CPU. Raises SettingsError if there is no such device."""
     import torch
 
     if device is None:
@@ -323,9 +324,9 @@ def moved_to(place: torch.device, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def set_aside() -> None:
-    """Exempts the objects that exist now from Python's garbage collector, until ``gc.unfreeze()`` or the end of the process.
+    """Exempts all present objects from Python's garbage collector, until ``gc.unfreeze()`` or the end of the process.
 
-    A full garbage collection would visit all these objects. This takes up to a second, in which no request gets a token.
+    A full garbage collection would visit all these objects. This takes up to a second, during which no request gets a token.
     """
     gc.collect()
     gc.freeze()
@@ -333,7 +334,7 @@ def set_aside() -> None:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt: the argument `prompt`, or the text of `prompt_file`, or standard input, if both are None or `prompt` is "-".
+    """The prompt: the argument `prompt`, or the text of `prompt_file`. Or standard input, if both are None or `prompt` is "-".
 
     Raises:
         SettingsError: two prompts were given, or the prompt cannot be read, is empty or is no text.
@@ -346,7 +347,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
             if sys.stdin.isatty():
                 typer.echo("the prompt, and then Ctrl-D:", err=True)
             text = sys.stdin.read()
-        text.encode()  # in arguments, bytes that are not UTF-8 appear as lone surrogates
+        text.encode()  # raises if an argument had bytes that are not UTF-8, which appear as lone surrogates
     except UnicodeError as error:
         raise SettingsError(f"{prompt_file or 'the prompt'} is not UTF-8 text: {error}") from error
     except OSError as error:
@@ -359,14 +360,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 def sampling(
     temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
 ) -> dict[str, Any]:
-    """The sampling arguments of ``generate``: for greedy decoding if no option is given or the temperature is 0, else the options."""
+    """The sampling arguments of ``generate``. Decoding is greedy if no option is given, or if the temperature is 0."""
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: value for name, value in options.items() if value is not None}
     if temperature == 0 or not options:
         if len(options) > 1:
             raise SettingsError("temperature 0 is greedy: leave out top-k, top-p and min-p")
-        # Checkpoints often have sampling defaults, which greedy decoding must not use.
+        # These values replace the sampling defaults that checkpoints often have.
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
-    # transformers' own default of top_k=50 would silently cut what the user asked for.
+    # transformers' own default, top_k=50, would silently restrict sampling.
     options.setdefault("top_k", 0)
     return {"do_sample": True, **options, **({"seed": seed} if seed is not None else {})}

@@ -1,4 +1,4 @@
-"""``decoders new-plugin``: creates the project of a new strategy, a copy of plugins/decoders-example with other names."""
+"""``decoders new-plugin``: creates a project for a new strategy. It is a copy of plugins/decoders-example with other names."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def new_plugin(
 
 
 def renamed(strategy: str) -> dict[str, str]:
-    """The texts of a new project's files, by path, with the example's names replaced by names for `strategy`."""
+    """The texts of a new project's files, by path. The example's names are replaced by names for `strategy`."""
     files = template()
     name = "".join(part.title() for part in strategy.split("_"))
-    # The class name must not hide another name of the module.
+    # The name of the class must not shadow another name in the module.
     if any(re.search(rf"\b{name}\b", text) for text in files.values()):
         name += "Strategy"
     words = {

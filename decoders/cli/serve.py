@@ -1,4 +1,4 @@
-"""``decoders serve``: a model behind OpenAI's routes."""
+"""``decoders serve``: serves a model with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -201,14 +201,14 @@ def serve(
     )  # fmt: skip
     set_aside()
     _announce(server, service.name, console)
-    # When the server has ended after a signal, uvicorn sends the signal to this process once more.
+    # After the server has ended because of a signal, uvicorn sends the same signal to this process again.
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
         server.run()
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises SettingsError if the server cannot listen at `host` and `port`. uvicorn would raise only after the model was loaded."""
+    """Raises SettingsError if the server cannot listen at `host` and `port`. uvicorn would raise only after the model is loaded."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, *_, address in places:
@@ -224,17 +224,17 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _leave(*_: Any) -> None:
-    """Ends the process at once, since the interpreter's own shutdown takes seconds."""
+    """Ends the process at once, because the interpreter's own shutdown takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _keys(given: list[str] | None) -> list[str]:
-    """The API keys in `given`, without surrounding blanks; empty if none were given.
+    """The API keys in `given`, without surrounding blanks. Empty if none were given.
 
     Raises:
-        SettingsError: a key is empty, or the variable is set and empty, which is most likely a mistake.
+        SettingsError: a key is empty, or the environment variable is set but empty, which is most likely a mistake.
     """
     if not given and VARIABLE in os.environ:
         raise SettingsError(f"{VARIABLE} is set and holds no key: unset it, or give a key")
@@ -263,7 +263,7 @@ def check_installed() -> None:
 
 
 def _corpus(path: Path) -> list[Content]:
-    """The texts in the file of ``--suffix-corpus``. Raises SettingsError: the file contains no texts, or is in another format."""
+    """The texts in the file of ``--suffix-corpus``. Raises SettingsError if the file has no texts, or another format."""
     from ..prompts.reading import read_file
 
     try:

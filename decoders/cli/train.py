@@ -1,4 +1,4 @@
-"""``decoders train …``: the command that trains n-gram tables. :mod:`.train_drafters` defines the other commands."""
+"""The group ``decoders train``, and its command for n-gram tables. :mod:`.train_drafters` defines the other commands."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def draft(
 
 
 def conclude(figures: dict[str, Any], job: Job) -> None:
-    """Prints the results of a training: as JSON if the job has no console (``--json``), else as lines of text."""
+    """Prints the results of a training as lines of text, or as JSON if the job has no console (``--json``)."""
     if job.console is None:
         typer.echo(json.dumps(figures, indent=2))
         return
@@ -310,7 +310,7 @@ def conclude(figures: dict[str, Any], job: Job) -> None:
 
 
 def lines_of(figures: dict[str, Any]) -> Iterator[str]:
-    """Yields lines of text: the network's size, the shares of its draft tokens that are accepted or right, and its draft tree."""
+    """Yields lines of text about the network: its size, how many draft tokens are accepted or right, and its draft tree."""
     if "parameters" in figures:
         beside = f", the target has {figures['target_parameters']:,}" if "target_parameters" in figures else ""
         yield f"{figures['parameters']:,} parameters{beside}"

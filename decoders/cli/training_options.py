@@ -1,4 +1,4 @@
-"""What the training commands share: options, loading of the model and the texts, and the command line for model cards."""
+"""Shared parts of the training commands: options, loading of model and texts, and the command line for model cards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .models import Device, Threads, known_dtype
 if TYPE_CHECKING:
     from ..demo.data import Source
 
-#: Number of edit tasks (copying a function, as it is or with a name replaced) among the demo models' texts: about a quarter of the
-#: texts, as when the demo models were trained.
+#: Number of edit tasks among the demo models' texts. An edit task copies a function as it is, or with a name replaced. They are about
+#: a quarter of the texts, as when the demo models were trained.
 EDIT_TASKS = 8000
 
 Data = Annotated[
@@ -100,13 +100,14 @@ def prepared(
         edit_tasks: number of edit tasks in the demo model's own texts.
 
     Raises:
-        TrainingError: a path does not exist, or there is no text. SettingsError: see :func:`~decoders.training.texts.workplace`.
+        TrainingError: a path does not exist, or there is no text.
+        SettingsError: see :func:`~decoders.training.texts.workplace`.
         UnknownNameError, SettingsError, ModelLoadError: see :func:`~decoders.cli.models.load`.
     """
     from ..training.texts import Job, read_files, workplace
     from .models import load
 
-    # Errors of the folder and of missing files are raised before the model is loaded.
+    # A wrong folder and missing files are reported before the model is loaded.
     workplace(out, resume=True)
     texts = demo_texts(edit_tasks) if data is None and model == "demo" else {"texts": read_files(data or [])}
     texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
@@ -120,11 +121,13 @@ def prepared(
 
 
 def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
-    """The demo models' own texts: ``texts``, the files on which the models were trained; ``test``, the files from which the demo's
-    prompts come; and ``held``, all other files.
+    """The demo models' own texts, by set.
+
+    ``texts``: the files on which the models were trained. ``test``: the files from which the demo's prompts come. ``held``: all other
+    files.
 
     Args:
-        edit_tasks: number of edit tasks to add to ``texts``; ``held`` and ``test`` each get a twentieth as many.
+        edit_tasks: number of edit tasks that are added to ``texts``. ``held`` and ``test`` each get a twentieth as many.
     """
     from ..demo import data, prompts
 
@@ -142,7 +145,7 @@ def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
 
 
 def _edit_tasks(sources: list[Source], count: int) -> list[str]:
-    """The texts of `count` edit tasks about functions in `sources`, the same in every run; empty if there are no functions."""
+    """The texts of `count` edit tasks about functions in `sources`, the same in every run. Empty if there are no functions."""
     import random
 
     from ..demo import data
@@ -153,7 +156,7 @@ def _edit_tasks(sources: list[Source], count: int) -> list[str]:
 
 
 def indices(layers: str | None) -> tuple[int, ...] | None:
-    """Parses ``"1,15,28"`` to numbers; returns None for None.
+    """Parses ``"1,15,28"`` to numbers. Returns None for None.
 
     Raises:
         SettingsError: the text has another form.

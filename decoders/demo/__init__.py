@@ -1,7 +1,7 @@
 """Two small models that this project trains itself, and prompts from files that the models were not trained on.
 
-`load()` returns the target, `load("draft")` the draft model, which is 8 times smaller, and `prompts()` the benchmark's prompts. Nothing
-here uses the network.
+`load()` returns the target. `load("draft")` returns the draft model, which is 8 times smaller. `prompts()` returns the benchmark's
+prompts. Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Prompt:
 
     Attributes:
         id: the prompt's name.
-        kind: "code" (to be continued), "copy" (to be copied with a rename) or "docstring" (to be written).
+        kind: what the model has to do. "code": continue code. "copy": copy a function with a rename. "docstring": write a docstring.
         text: the prompt itself.
         source: the held-out file from which it is taken, as a path relative to the standard library.
-        answer: the right answer to a copy prompt; empty for the other kinds.
+        answer: the right answer to a copy prompt; an empty string for other kinds.
     """
 
     id: str
@@ -51,20 +51,22 @@ class DemoModelMissingError(DecodersError, RuntimeError):
 
 
 def available(directory: str | os.PathLike[str] | None = None) -> bool:
-    """Whether both demo models can be loaded from `directory` (default: the package)."""
+    """Whether the weights of both demo models are in `directory` (default: the package)."""
     return all((_directory(directory) / name / "model.safetensors").is_file() for name in MODELS)
 
 
 def load(
     name: str = "target", dtype: torch.dtype | None = None, directory: str | os.PathLike[str] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The demo model `name` ("target" or "draft"), in `dtype` (default: float32) and in eval mode, and its tokenizer.
+    """The demo model `name` ("target" or "draft") in eval mode, and its tokenizer.
 
-    `directory`: a folder that `decoders train demo` of decoders-lab wrote; default: the weights in this package.
+    Args:
+        dtype: default: float32.
+        directory: a folder that `decoders train demo` of decoders-lab wrote; default: the weights in this package.
 
     Raises:
         UnknownNameError: there is no demo model of this name.
-        DemoModelMissingError: its weights were not found.
+        DemoModelMissingError: the model's weights were not found.
     """
     if name not in MODELS:
         raise UnknownNameError("demo model", name, MODELS)
@@ -82,9 +84,9 @@ def load(
 
 
 def prompts(kind: str | None = None) -> list[Prompt]:
-    """The shipped prompts, all from held-out files, of one `kind` ("code", "copy" or "docstring") or of all kinds.
+    """The prompts in this package, of one `kind` ("code", "copy" or "docstring") or of all kinds. All come from held-out files.
 
-    They are stored, not extracted from the running Python, because other versions of Python have other sources.
+    They are stored, and not extracted from the running Python, because versions of Python have different sources.
     """
     if kind is not None and kind not in KINDS:
         raise UnknownNameError("kind of prompt", kind, KINDS)

@@ -1,7 +1,8 @@
-"""The demo models' data: the Python standard library's sources, split into training and held-out files, and edit tasks made of them.
+"""The demo models' data: the sources of the Python standard library, split into training and held-out files, and edit tasks from
+them.
 
 An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy from plain
-code. Edit tasks teach it to copy, so that strategies that draft copied text (such as prompt lookup) behave as on large models.
+code. Edit tasks teach it to copy. Strategies that draft copied text, such as prompt lookup, then behave as on large models.
 
 Licence of the data: PSF-2.0 (a few files have compatible notices of their own).
 """
@@ -27,8 +28,8 @@ HELD_OUT_PER_MILLE = 30
 
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
 
-# Files that are left out: intentionally invalid Python; generated tables, which would teach digits instead of code; and files that
-# differ between machines (build paths), so that two machines would train on different text.
+# Files that are left out: intentionally invalid Python, generated tables (they would teach digits instead of code), and files that
+# differ between machines because of build paths (two machines would train on different texts).
 _SKIPPED_FILES = (
     "lib2to3/tests/data/*",
     "test/test_lib2to3/data/*",
@@ -53,7 +54,7 @@ _SKIPPED_FILES = (
     "usercustomize.py",
 )
 
-#: Edit tasks are made of functions whose number of lines is in LINES, and which have at most MAX_CHARACTERS characters.
+#: Edit tasks are made of functions that have a number of lines in LINES and at most MAX_CHARACTERS characters.
 LINES = range(5, 41)
 MAX_CHARACTERS = 3600
 COPY_SHARE = 0.25
@@ -62,7 +63,7 @@ _NOT_RENAMED = set(keyword.kwlist) | set(keyword.softkwlist) | set(dir(builtins)
 
 @dataclass(frozen=True)
 class Source:
-    """One file: `path` relative to the standard library (posix), `text` as decoded UTF-8."""
+    """One file. `path` is relative to the standard library, with slashes. `text` is the decoded UTF-8."""
 
     path: str
     text: str
@@ -74,18 +75,18 @@ def stdlib_root() -> Path:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether a relative path belongs to the held-out split.
+    """Whether the file with this relative path is held out.
 
-    The answer depends on the path alone, so that files added by a later Python do not change the split of the other files.
+    The answer depends only on the path, so that files that a later Python adds do not change the split of the other files.
     """
     digest = hashlib.sha256(path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
 
 
 def read_sources(root: Path | None = None) -> list[Source]:
-    """All usable files under `root` (default: the standard library), sorted by path, exact duplicates dropped.
+    """All usable files under `root` (default: the standard library), sorted by path, without exact duplicates.
 
-    Duplicates are dropped before the split, so no held-out file has a twin in the training files.
+    Duplicates are dropped before the split, so that no held-out file is also a training file.
     """
     root = stdlib_root() if root is None else root
     seen: set[bytes] = set()
@@ -121,14 +122,14 @@ def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:
 
 
 def _is_table(text: str) -> bool:
-    """Whether a file is large and mostly digits, escapes and punctuation (codec tables, embedded binary data)."""
+    """Whether a file is large and consists mostly of digits, escapes and punctuation (codec tables, embedded binary data)."""
     letters = sum(character.isalpha() or character.isspace() for character in text)
     return len(text) > 20_000 and letters < 0.62 * len(text)
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function: the file's path, the dedented source, and the names in it that can be renamed without changing anything else."""
+    """A function: the path of its file, its dedented source, and the names in it that can be renamed without other changes."""
 
     path: str
     source: str
@@ -137,7 +138,7 @@ class Function:
 
 @dataclass(frozen=True)
 class EditTask:
-    """An edit task: `prompt` ends after the instruction's newline; `answer` is the edited function, ending in a newline."""
+    """An edit task. `prompt` ends with the newline after the instruction. `answer` is the edited function, and ends with a newline."""
 
     prompt: str
     answer: str
@@ -166,13 +167,13 @@ def functions(sources: Iterable[Source]) -> list[Function]:
 
 
 def new_names(functions: Iterable[Function]) -> list[str]:
-    """The names to which a rename task may rename: names of 3 to 20 characters that occur in at least two of `functions`, sorted."""
+    """The new names for rename tasks, sorted: names of 3 to 20 characters that occur in at least two of `functions`."""
     counts = Counter(name for function in functions for name in function.names)
     return sorted(name for name, count in counts.items() if count >= 2 and 3 <= len(name) <= 20)
 
 
 def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
-    """Returns a copy task with probability :data:`COPY_SHARE`, or if nothing can be renamed; otherwise a rename to one of `names`."""
+    """Returns a task of renaming to one of `names`. Or a copy task, with probability :data:`COPY_SHARE` or if no rename is possible."""
     if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):
@@ -188,7 +189,7 @@ def copy_task(function: Function) -> EditTask:
 
 
 def rename_task(function: Function, old: str, new: str) -> EditTask:
-    """The task of renaming `old`, one of the function's names, to `new`, which must not occur in the function."""
+    """The task of renaming `old`, one of the function's names, to `new`. `new` must not occur in the function."""
     answer = re.sub(rf"\b{re.escape(old)}\b", new, function.source)
     return EditTask(f"# original\n{function.source}\n# rename {old} to {new}\n", answer)
 
@@ -203,8 +204,8 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
         ast.parse(source)  # dedenting can break a function with a multi-line string
     except (SyntaxError, ValueError):
         return None
-    # A name can be renamed if it occurs in no string, comment, attribute or keyword argument: if the source has as many words with its
-    # spelling as the syntax tree has names. Replacing the text is then a correct rename.
+    # A name can be renamed by replacing text if it occurs in no string, comment, attribute or keyword argument. This is so if the
+    # source has as many words with its spelling as the syntax tree has names.
     words = Counter(re.findall(r"\w+", source))
     names = Counter(_names(node))
     usable = (n for n, count in names.items() if count >= 2 and words[n] == count and len(n) > 1)

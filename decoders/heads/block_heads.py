@@ -1,9 +1,9 @@
-"""Heads that choose the tokens of a block that a :class:`~decoders.heads.dflash.DFlashNetwork` computed in one pass.
+"""Heads that choose the tokens of a block after one pass of a :class:`~decoders.heads.dflash.DFlashNetwork`.
 
-The network predicts the token of each place (a position where a token is drafted) without knowing the tokens that are chosen for other
-places. A head scores the likely tokens of a place (its candidates) by how well they follow the token that was chosen for the place
-before. Letters: ``B`` rows, ``T`` places of a block, ``Q`` nodes of the draft tree whose children are scored, ``C`` candidates of a
-place, ``D`` tokens that can be drafted, ``H`` hidden size of the network.
+A place is a position of the block at which a token is drafted. The network predicts the token of each place without knowing the
+tokens that are chosen for other places. A head scores the likely tokens of a place (its candidates) by how well they follow the token
+that was chosen for the place before. Letters: ``B`` rows, ``T`` places of a block, ``Q`` nodes of the draft tree whose children are
+scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` hidden size of the network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KIND = "config of a DFlash draft model"
 
 @dataclass(frozen=True)
 class HeadFields:
-    """The fields of a draft model's ``config.json`` that the class of a head reads.
+    """The fields of a draft model's ``config.json`` from which a head is created.
 
     Attributes:
         raw: all fields, including the fields of the section ``dflash_config``.
@@ -59,7 +59,7 @@ class HeadFields:
         return self.vocab_size
 
     def read(self, fields: type[FileConfig]) -> Any:
-        """Returns an instance of the class `fields` with the values in `raw`. Raises SettingsError if one is missing or wrong."""
+        """Returns an instance of the class `fields` with the values in `raw`. Raises SettingsError if a value is missing or wrong."""
         return fields.of(self.raw, self.place, _KIND)
 
 
@@ -70,8 +70,8 @@ class DraftedBlock:
     Attributes:
         logits: ``[B, T, D]``, the logits of every place.
         states: ``[B, T, H]``, the hidden states from which the output head computed `logits`.
-        context: ``[B, H]``, the target's hidden states of the last token that the target has read, fused by the network.
-        has_context: ``[B]`` bool, false for rows of which the target has not read a token yet; their `context` is undefined.
+        context: ``[B, H]``, the target's hidden states of the last token that it has read, fused to one vector by the network.
+        has_context: ``[B]`` bool, false for rows whose `context` is undefined, because the target has not read a token of them yet.
         embed: returns the target's embeddings ``[…, H]`` of tokens.
     """
 
@@ -88,7 +88,7 @@ class HeadScores:
 
     Attributes:
         logits: ``[B, Q, D]``; ``-inf`` for tokens that are not drafted.
-        state: ``[B, Q, S]``, the head's state after each node's path; None if the scores depend only on the token before.
+        state: ``[B, Q, S]``, the head's state after each node's path; None for a head whose scores depend only on the token before.
         confidence: ``[B, Q]``, the probability that the best child is accepted; None if the head does not predict it.
     """
 
@@ -98,7 +98,7 @@ class HeadScores:
 
 
 class BlockHead(nn.Module, ABC):
-    """A head that chooses a block's tokens. Its parameters have the names that they have in checkpoints.
+    """A head that chooses a block's tokens. Its parameters are named as in checkpoints.
 
     To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
@@ -111,10 +111,10 @@ class BlockHead(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, fields: HeadFields) -> Self | None:
-        """Creates the head that a config describes, without its weights; None if the config describes no head of this class."""
+        """Creates the head that a config describes, without weights. None if the config describes no head of this class."""
 
     def begin(self, block: DraftedBlock) -> Any:
-        """Computes, once for a block, all that does not depend on chosen tokens. The result is passed to :meth:`choose` as `begun`."""
+        """Computes what does not depend on chosen tokens, once per block. The result is passed to :meth:`choose` as `begun`."""
         return None
 
     @abstractmethod
@@ -122,13 +122,15 @@ class BlockHead(nn.Module, ABC):
         """Scores the tokens that may be drafted at `place`, 0 … T-1, of the block.
 
         Args:
-            tokens: ``[B, Q]``, the tokens of the nodes, chosen for the place before; for place 0 the rows' last committed tokens.
+            begun: the result of :meth:`begin`.
+            tokens: ``[B, Q]``, the nodes' tokens, which were chosen for the place before. For place 0, the rows' last committed
+                tokens.
             above: ``[B, Q, S]``, the head's states at the nodes' parents; None for place 0, and if :attr:`HeadScores.state` is None.
         """
 
     @staticmethod
     def only(candidates: Tensor, scores: Tensor, size: int) -> Tensor:
-        """The `scores` ``[B, Q, C]`` of the tokens `candidates` ``[B, C]`` as ``[B, Q, D]``, with ``-inf`` for all other tokens."""
+        """Spreads the `scores` ``[B, Q, C]`` of `candidates` ``[B, C]`` over all tokens: ``[B, Q, D]``, ``-inf`` for other tokens."""
         index = candidates[:, None].expand(-1, scores.shape[1], -1)
         return scores.new_full((*scores.shape[:2], size), float("-inf")).scatter(2, index, scores)
 
@@ -149,8 +151,9 @@ class _Codebooks(nn.Module):
 class PathSelector(BlockHead):
     """DFlash2 (z-lab, 2026): scores the ``C`` likeliest tokens of every place by how well they follow the token before.
 
-    At place ``t``, the score of token ``b`` after token ``a`` is ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``, with the network's
-    logits ``U`` and hidden states ``h``, a projection ``W``, and two tables ``A`` and ``B`` that hold a short vector for each token.
+    At place ``t``, the score of token ``b`` after token ``a`` is ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``. ``U`` are the
+    network's logits, ``h`` its hidden states, and ``W`` is a projection. The tables ``A`` and ``B`` hold a short vector for each
+    token.
     """
 
     candidates: int
@@ -209,12 +212,12 @@ class _Confidence(nn.Module):
 
 
 class MarkovHead(BlockHead):
-    """DSpark (arXiv:2607.05147): adds to the network's logits a low-rank bias that depends on the token before. The config may describe
-    a second head, which predicts the probability that the token is accepted.
+    """DSpark (arXiv:2607.05147): adds to the network's logits a low-rank bias that depends on the token before.
 
-    The bias after token ``a``, for a place with hidden state ``h``, depends on the kind. ``vanilla``: ``W2 W1[a]``. ``gated``:
-    ``W2 (sigmoid(G [h; W1[a]]) * W1[a])``. ``rnn``: ``W2`` times the output of a recurrent unit with state ``s``; one matrix times
-    ``[s; W1[a]; h]`` gives the unit's gate, candidate and output.
+    The config may describe a second head, which predicts the probability that the token is accepted. The bias after token ``a``, for
+    a place with hidden state ``h``, depends on the kind. ``vanilla``: ``W2 W1[a]``. ``gated``: ``W2 (sigmoid(G [h; W1[a]]) *
+    W1[a])``. ``rnn``: ``W2`` times the output of a recurrent unit with state ``s``; one matrix times ``[s; W1[a]; h]`` gives the
+    unit's gate, candidate and output.
     """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, own: _MarkovFields) -> None:
@@ -259,7 +262,7 @@ class MarkovHead(BlockHead):
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
     def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the bias and the new states. before: ``W1[a]`` of the token before. of_place: the place's result of :meth:`begin`."""
+        """Returns the bias and the new states. before: ``W1[a]`` of the token before. of_place: the place's part of `begun`."""
         head, rank = self.markov_head, before.shape[-1]
         if of_place is None:
             return head.markov_w2(before), None
@@ -280,8 +283,10 @@ class _DominoFields(FileConfig):
 
 
 class DominoHead(BlockHead):
-    """Domino (SpecForge): a recurrent unit with state ``s`` reads the block's tokens one by one. A network of two layers reads
-    ``[h; s]``, where ``h`` is the place's hidden state, and corrects the logits. The config may leave the first places uncorrected.
+    """Domino (SpecForge): a recurrent unit and a network of two layers correct the logits.
+
+    The recurrent unit with state ``s`` reads the block's tokens one by one. The network reads ``[h; s]``, where ``h`` is the place's
+    hidden state. The config may leave the first places uncorrected.
     """
 
     def __init__(self, draft_vocab_size: int, width: int, own: _DominoFields) -> None:

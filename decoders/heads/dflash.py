@@ -36,12 +36,12 @@ class DFlashConfig:
         block_size: number of tokens in a block in training: the last committed token, and masks.
         mask_token_id: the token that is embedded where a token is to be drafted.
         layers: decoder layers of the target whose outputs the draft model reads.
-        windows: for each layer of the draft model the number of context tokens that every node of a block sees, None for all. Set only
-            for the format of `speculators`; if empty, the sliding windows of `layer` are used.
+        windows: for each layer of the draft model, the number of context tokens that every node of a block sees; None for all. Empty
+            for other formats than that of `speculators`. Then the sliding windows of `layer` are used.
         causal: for each layer, whether a node sees only itself and the nodes before it in the block (JetSpec: in all layers).
         from_last: whether the node of the last committed token drafts the first token (DSpark); otherwise the first mask does.
         taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.
-        group: number of neighbouring channels whose taps are corrected by the same amount.
+        group: number of neighbouring channels that share the corrections of their taps.
         head: the fields of ``config.json`` from which the head is created (:mod:`.block_heads`).
         draft_vocab_size: number of tokens that the draft model can draft; None: all.
     """
@@ -67,9 +67,9 @@ class DFlashConfig:
 class DFlashNetwork(nn.Module):
     """The decoder layers of a DFlash draft model. :attr:`decoders.strategy.Context.module` runs their passes.
 
-    `fc` fuses the target's hidden states of a token to one vector, from which every layer computes a key and a value. These keys and
-    values are the context. A block consists of the embeddings of the last committed token and of mask tokens. Its nodes attend to the
-    context and to each other; in causal layers no node attends to later nodes.
+    `fc` fuses the target's hidden states of a token to one vector. From this vector, every layer computes a key and a value. These
+    keys and values are the context. A block consists of the embeddings of the last committed token and of mask tokens. Its nodes
+    attend to the context and to each other. In causal layers no node attends to later nodes.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -85,11 +85,12 @@ class DFlashNetwork(nn.Module):
     def forward(
         self, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, context: bool = False
     ) -> Tensor:  # fmt: skip
-        """Returns the hidden states ``[B, N, H]`` of a block, the input of the output head. With `context`, stores keys and values of
-        ``N`` context tokens instead, and returns these tokens' fused vectors ``[B, N, H]``.
+        """Returns the hidden states ``[B, N, H]`` of a block, the input of the output head.
+
+        With `context`, it instead stores keys and values of ``N`` context tokens, and returns their fused vectors ``[B, N, H]``.
 
         Args:
-            states: ``[B, N, H]``, embeddings of a block; with `context` ``[B, N, T·H]``, hidden states of ``T`` target layers.
+            states: ``[B, N, H]``, embeddings of a block. With `context` ``[B, N, T·H]``, hidden states of ``T`` target layers.
         """
         if context:
             states = self.fused(states)
@@ -115,10 +116,10 @@ class DFlashNetwork(nn.Module):
 def embedding_of(model: PreTrainedModel, usual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The function by which the network embeds tokens: the target's embedding, without the norm that some targets apply to it.
 
-    Published networks were trained without this norm, and transformers leaves it out, too.
+    Published networks were trained without this norm, and transformers also leaves it out.
 
     Args:
-        usual: the target's embedding function, which is returned if the target has no such norm.
+        usual: the target's embedding function. It is returned if the target has no such norm.
     """
     table: Any = model.get_input_embeddings()
     normed = isinstance(getattr(table, "embed_norm", None), nn.Module)
@@ -148,10 +149,10 @@ class _Layer(nn.Module):
 
 
 class _BlockConvolution(nn.Module):
-    """DFlash2's convolutions before and after a sublayer. Each channel of a node is mixed with the same channel of the nodes before it
-    in the block.
+    """DFlash2's convolutions before and after a sublayer. They mix each channel of a node with this channel of earlier nodes of the
+    block.
 
-    The taps are learned. For each node, a correction is added to every tap: the same in all channels of a group of neighbours.
+    The taps are learned. For each node, a correction is added to every tap. All channels of a group of neighbours share it.
     """
 
     def __init__(self, width: int, config: DFlashConfig) -> None:
@@ -174,7 +175,7 @@ class _BlockConvolution(nn.Module):
 
 
 class _Attention(LlamaAttention):
-    """Attention that can also store keys and values of the context, without queries. Queries and keys are normed per head."""
+    """Attention that can also store keys and values of context tokens without queries. Queries and keys are normed per head."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__(config, index)
@@ -199,6 +200,6 @@ class _Attention(LlamaAttention):
 
 
 def _turned(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns `states` ``[B, heads, N, d]`` with rotary positions applied."""
+    """Applies the rotary embedding to `states` ``[B, heads, N, d]``."""
     cos, sin = (part[:, None] for part in rotary)
     return states * cos + rotate_half(states) * sin

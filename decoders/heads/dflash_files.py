@@ -34,11 +34,11 @@ from .network_files import (
 )
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-#: Modules that fuse the target's hidden states: from their names in transformers' format to their names in the authors' format.
+#: Modules that fuse the target's hidden states: name in transformers' format → name in the authors' format.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-#: Classes of heads in published checkpoints; the first that a config describes is used.
+#: Classes of heads in published checkpoints. The first class that a config describes is used.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
-#: Defaults of fields that configs of `speculators` leave out, by ``speculators_model_type``.
+#: Defaults of fields that configs in the format of `speculators` leave out, by ``speculators_model_type``.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash2": dict(
         sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16
@@ -74,7 +74,7 @@ class _LayerConfig(WindowedLayerConfig):
 
 
 class _Config(FileConfig):
-    """The config's fields except those of the decoder layers, in any of the formats."""
+    """All fields of a config, in any of the formats, except the fields of the decoder layers."""
 
     block_size: Annotated[Whole, Field(ge=2)]
     mask_token_id: Whole
@@ -139,16 +139,16 @@ def read_config(folder: str | Path) -> DFlashConfig:
     speculators = nested is not None
     transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
     windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
-    # In `speculators` a window is a number of context tokens, the same for all nodes of a block; the network hides earlier tokens.
+    # In `speculators` a window counts context tokens, and all nodes of a block see the same. The network hides earlier tokens.
     seen = () if speculators else windows
     layer = of_layer.llama(
         within, num_hidden_layers=count,
         layer_types=["sliding_attention" if w else "full_attention" for w in seen or (None,) * count],
-        # In the format of transformers a window does not count the token itself; in LlamaConfig it does.
+        # A window in LlamaConfig includes the token itself. In the DFlash format of transformers it does not.
         sliding_window=next((w + transformers for w in seen if w), None),
     )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
-    if own.aux_hidden_state_layer_ids:  # speculators numbers the inputs of layers: 2 is the output of layer 1
+    if own.aux_hidden_state_layer_ids:  # `speculators` numbers the inputs of layers: 2 is the output of layer 1
         layers = [layer - 1 for layer in own.aux_hidden_state_layer_ids]
     if not layers:
         raise SettingsError(f"{place} is no {kind}: it has no target_layer_ids")
@@ -160,7 +160,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         raise SettingsError(
             f"{place}: conv_group_size is {own.conv_group_size}, which does not divide hidden_size, {layer.hidden_size}"
         )
-    # In DSpark the last token's node drafts the first token, in every format. Other configs have a field for this.
+    # In DSpark the last token's node drafts the first token, in all formats. Other configs have a field that says so.
     from_last = own.shift_label if own.sample_from_anchor is None else own.sample_from_anchor
     if own.sample_from_anchor is None and "markov_rank" in raw:
         from_last = True
@@ -173,7 +173,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 
 def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
-    """For each layer, whether nodes see no later nodes of the block; by default only in windowed layers of `speculators`."""
+    """For each layer, whether it hides later nodes of the block. By default only windowed layers in the format of `speculators` do."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
     if causal is not None or not (speculators and windows):
         return (bool(causal),) * count
@@ -181,10 +181,11 @@ def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculato
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:
-    """The authors' default for the target's layers that the draft model reads: evenly spaced indices. None without `depth` or `count`.
+    """The authors' default for the layers that the draft model reads: evenly spaced indices. None without `depth` or `count`.
 
     Args:
-        depth: number of the target's layers. count: number of the draft model's layers.
+        depth: number of the target's layers.
+        count: number of the draft model's layers.
     """
     if not depth or not count:
         return None
@@ -202,7 +203,8 @@ def load_draft_model(
         heads: the classes of heads that the draft model may have.
 
     Raises:
-        SettingsError: files are missing, unreadable, or hold no draft model. UnsupportedError: see :func:`read_config`.
+        SettingsError: files are missing, unreadable, or hold no draft model.
+        UnsupportedError: see :func:`read_config`.
     """
     path = Path(folder).expanduser()
     files = sorted([path / CONFIG, path / INDEX, *path.glob("*.safetensors")])
@@ -220,7 +222,7 @@ def _load(
         state[name] = tensor
     vocabulary = _vocabulary(config, state, path, device)
     embedding, output = (state.pop(f"{name}.weight", None) for name in ("embed_tokens", "lm_head"))
-    # New modules get random weights; drawing them must not advance the caller's random generator.
+    # New modules get random weights. Drawing them must not advance the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         network = DFlashNetwork(config)
         head = head_of(config, heads)
@@ -238,7 +240,7 @@ def _load(
 
 
 def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) -> BlockHead | None:
-    """Creates a head of the first class in `heads` that the config describes, without its weights; None if it describes none."""
+    """Creates a head of the first class in `heads` that the config describes, without weights. None if it describes none of them."""
     fields = config.head
     return None if fields is None else next((head for kind in heads if (head := kind.of(fields)) is not None), None)
 
@@ -253,7 +255,7 @@ def save_draft_model(
     is the target's and is not written.
 
     Args:
-        ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary, which needs an `output`; None: all tokens.
+        ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary; None: all tokens. A reduced vocabulary needs an `output`.
         output: ``[D, H]``, the draft model's own output head; None: it uses the target's.
         dtype: dtype of the written weights.
 
@@ -271,9 +273,8 @@ def save_draft_model(
     fields = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
         **speculators_fields(kind, model, config.places),
-        "aux_hidden_state_layer_ids": [
-            layer + 1 for layer in config.layers
-        ],  # `speculators` numbers the inputs of layers
+        # `speculators` numbers the inputs of layers.
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,
         "mask_token_id": config.mask_token_id,

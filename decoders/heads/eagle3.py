@@ -27,19 +27,20 @@ class Eagle3Config:
     """The shape of a head, as its checkpoint describes it.
 
     Attributes:
-        layer: config of the head's decoder layers: hidden size ``H``, attention heads, the target's vocabulary ``V``, rotary positions.
+        layer: config of the head's decoder layers: hidden size ``H``, attention heads, rotary positions, and the target's vocabulary
+            ``V``.
         draft_vocab_size: ``D``, number of tokens that the head can propose.
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs the head reads; None: three, chosen by the target's number of layers.
         norm_before_residual: whether the first layer adds its attention's output to the normed state instead of the state itself.
         norm_output: whether the next slot reads the output after the last norm (EAGLE-3.1) instead of the output before this norm.
-        norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over all layers side by
-            side. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
-        mask_token_id: the token that is embedded where a token is to be drafted, for heads that draft all tokens in one pass
-            (P-EAGLE, arXiv:2602.01469); None: tokens are drafted one after the other.
+        norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over the concatenated
+            layers. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
+        mask_token_id: the mask token of a head that drafts all tokens in one pass (P-EAGLE, arXiv:2602.01469); None: tokens are
+            drafted one after the other.
         windows: for each decoder layer, the number of last tokens that a token sees, None for all; empty: no layer has a window.
         rank: rank of the output head that chooses candidates (EAGLE-4); 0: all tokens get logits.
-        candidates: number of candidates, the only tokens that get logits if there is a `rank`.
+        candidates: number of candidates. If there is a `rank`, only candidates get logits.
     """
 
     layer: LlamaConfig
@@ -55,15 +56,16 @@ class Eagle3Config:
     candidates: int = 0
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The layers that the head reads from a target with `count` layers; by default a low, a middle and a high layer, as in vLLM."""
+        """The layers that the head reads in a target with `count` layers. Default: a low, a middle and a high layer, as in vLLM."""
         return self.layers if self.layers is not None else (1, count // 2 - 1, count - 4)
 
 
 class Eagle3Head(nn.Module):
     """The network of an EAGLE-3 head. :attr:`decoders.strategy.Context.module` runs its passes.
 
-    Slot ``j`` reads the embedding of token ``j + 1``, and the hidden states of token ``j`` from several layers of the target, side by
-    side; `fc` fuses them. If the target has not read token ``j`` yet, the head's output at slot ``j - 1`` replaces the fused states.
+    Slot ``j`` reads the embedding of token ``j + 1``, and the hidden states of token ``j`` from several layers of the target. `fc`
+    fuses these hidden states. If the target has not read token ``j`` yet, the head's output at slot ``j - 1`` replaces the fused
+    states.
 
     Args:
         embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
@@ -91,7 +93,7 @@ class Eagle3Head(nn.Module):
         if config.rank:
             self.efficient_lm_head_down_proj = nn.Linear(c.hidden_size, config.rank, bias=False)
             self.efficient_lm_head = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
-        # With candidates, only the candidates' rows of the output head are read, as an embedding reads rows.
+        # With candidates, the output head is an embedding, so that only the candidates' rows are read.
         self.lm_head: nn.Linear | nn.Embedding = (
             nn.Embedding(config.draft_vocab_size, c.hidden_size)
             if config.rank
@@ -103,14 +105,15 @@ class Eagle3Head(nn.Module):
         self, embedded: Tensor, states: Tensor, last: Tensor | None = None, *, attention_mask: Tensor, position_ids: Tensor,
         cache: Any, logits: int = 1, fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the features ``[B, N, H]``, which the next slots read in place of hidden states that the target has not computed, and
-        the logits ``[B, n, D]`` of the last ``n`` nodes.
+        """Returns the features ``[B, N, H]`` of all nodes, and the logits ``[B, n, D]`` of the last ``n`` nodes.
+
+        Later slots read the features in place of hidden states that the target has not computed.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
-            states: ``[B, N, T·H]``, hidden states of ``T`` target layers; without `fuse` ``[B, N, H]``, the head's own features.
+            states: ``[B, N, T·H]``, hidden states of ``T`` target layers. Without `fuse` ``[B, N, H]``, the head's own features.
             last: ``[B, N]`` int64, the last slot in each node's sliding windows; None: the node's own slot.
-            logits: ``n``, the number of nodes, counted from the end, whose logits are computed.
+            logits: ``n``, number of last nodes whose logits are computed.
             fuse: whether `states` are the target's hidden states, which `fc` fuses.
         """
         states = self._fused(states) if fuse else states
@@ -127,7 +130,7 @@ class Eagle3Head(nn.Module):
         return normed if self.head_config.norm_output else states, self._logits(normed[:, -logits:])
 
     def _logits(self, read: Tensor) -> Tensor:
-        """Logits ``[B, n, D]``; ``-inf`` for tokens that are not candidates."""
+        """Logits ``[B, n, D]``, ``-inf`` for tokens that are not candidates."""
         if not self.head_config.rank:
             return self.lm_head(read)
         scores = self.efficient_lm_head(self.efficient_lm_head_down_proj(read))
@@ -146,13 +149,13 @@ class Eagle3Head(nn.Module):
 
 
 def hide_before(mask: Tensor, first: Tensor) -> Tensor:
-    """Returns the additive `mask` ``[B, K, N, L]`` (``K`` heads or 1) with the slots before `first` ``[B, N]`` hidden, too."""
+    """Returns the additive `mask` ``[B, K, N, L]`` (``K`` heads or 1), with the slots before `first` ``[B, N]`` hidden as well."""
     hidden = torch.arange(mask.shape[-1], device=mask.device) < first[:, None, :, None]
     return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer whose attention reads an embedding and a state, each normed by its own norm, concatenated."""
+    """A decoder layer. Its attention reads the concatenation of an embedding and a state, each after its own norm."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -187,8 +190,8 @@ class EagleConfig:
     """The shape of a head of EAGLE or EAGLE-2, as its checkpoint describes it.
 
     Attributes:
-        layer: config of the head's decoder layer: hidden size ``H`` and vocabulary ``V``, equal to the target's; attention heads,
-            rotary positions.
+        layer: config of the head's decoder layer: attention heads, rotary positions, hidden size ``H`` and vocabulary ``V``. ``H``
+            and ``V`` are the target's.
         bias: whether `fc` has a bias.
     """
 
@@ -203,8 +206,9 @@ class EagleConfig:
 class EagleHead(nn.Module):
     """The network of an EAGLE or EAGLE-2 head. :attr:`decoders.strategy.Context.module` runs its passes.
 
-    Slot ``j`` reads the embedding of token ``j + 1`` and the feature of token ``j`` (the input of the target's output head) side by
-    side. The slot's output predicts the feature of token ``j + 1``, which the target's output head and the next slot read.
+    A token's feature is the input of the target's output head. Slot ``j`` reads the embedding of token ``j + 1``, concatenated with
+    the feature of token ``j``. The slot's output predicts the feature of token ``j + 1``. The target's output head and the next slot
+    read this prediction.
 
     Args:
         embeds: whether the checkpoint has its own embedding; otherwise the target's is used.
@@ -230,8 +234,8 @@ class EagleHead(nn.Module):
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
             states: ``[B, N, H]``, features that the target computed or the head predicted.
-            logits: ``n``, the number of nodes, counted from the end, whose logits are needed.
-            fuse: has no effect; the method has the arguments of :meth:`Eagle3Head.forward`.
+            logits: ``n``, number of last nodes whose logits are needed.
+            fuse: has no effect. It exists because :meth:`Eagle3Head.forward` has it.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))
         rotary = self.rotary_emb(states, position_ids)

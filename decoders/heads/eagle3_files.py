@@ -1,4 +1,4 @@
-"""EAGLE heads on disk: EAGLE to EAGLE-4 and P-EAGLE in the authors' formats, some of them also in the format of `speculators`."""
+"""Reads and writes EAGLE heads (EAGLE to EAGLE-4, P-EAGLE) in the authors' formats, and some in the format of `speculators`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Candidates(FileConfig):
     num_candidates: Count
 
 
-#: Features of EAGLE-4 configs that are not supported; :func:`read_config` refuses them.
+#: Config fields and values of EAGLE-4 that are not supported. :func:`read_config` raises an error for them.
 _UNREAD: dict[str, Any] = {
     "attn_norm": True, "enable_post_mlp_norm": True, "enable_moe": True, "enable_2hs": True, "enable_defa": True,
     "use_rope": False, "position_embedding_type": "none",
@@ -87,7 +87,7 @@ _UNREAD: dict[str, Any] = {
 
 
 class _HeadConfig(FileConfig):
-    """The config's fields except those of the decoder layers, in any of the formats."""
+    """All fields of a config, in any of the formats, except the fields of the decoder layers."""
 
     transformer_layer_config: dict[str, Any] | None = None
     architectures: list[str] = []
@@ -193,7 +193,8 @@ def load_head(folder: str | Path, device: torch.device, dtype: torch.dtype) -> E
     """Loads a head from a folder, and caches it until its files change. No code in the files is run.
 
     Raises:
-        SettingsError: files are missing, unreadable, or hold no EAGLE head. UnsupportedError: see :func:`read_config`.
+        SettingsError: files are missing, unreadable, or hold no EAGLE head.
+        UnsupportedError: see :func:`read_config`.
     """
     path = Path(folder).expanduser()
     return _load(path.absolute(), stamp_of(path / name for name in (CONFIG, *WEIGHTS)), device, dtype)
@@ -209,7 +210,7 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     if isinstance(config, EagleConfig):
         config = replace(config, bias="fc.bias" in state)
-        # New modules get random weights; drawing them must not advance the caller's random generator.
+        # New modules get random weights. Drawing them must not advance the caller's random generator.
         with torch.random.fork_rng(devices=[]):
             eagle = EagleHead(config, embeds="embed_tokens.weight" in state)
         vocabulary = DraftVocabulary(config.layer.vocab_size)
@@ -227,14 +228,16 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype) ->
 def read_vocabulary(
     d2t: Tensor | None, t2d: Tensor | None, size: int, drafted: int, place: str, device: torch.device
 ) -> DraftVocabulary:
-    """The draft vocabulary of a checkpoint. size: number of the target's tokens. drafted: number of tokens in the draft vocabulary.
+    """The draft vocabulary of a checkpoint.
 
     Args:
-        d2t, t2d: the checkpoint's tables, as :meth:`DraftVocabulary.of` takes them.
+        d2t, t2d: the checkpoint's tables, arguments of :meth:`DraftVocabulary.of`.
+        size: number of the target's tokens.
+        drafted: number of tokens in the draft vocabulary.
         place: the strategy and the file, for error messages.
 
     Raises:
-        SettingsError: the vocabulary is reduced and there is no table, or the table has another number of tokens.
+        SettingsError: the vocabulary is reduced and there is no table, or the tables do not name `drafted` tokens.
         UnsupportedError: a table is wrong.
     """
     if d2t is None and t2d is None and drafted != size:
@@ -251,7 +254,7 @@ def read_vocabulary(
 
 
 def _our_name(name: str) -> str:
-    """Our name for a checkpoint's weight `name`. Our first layer is named `midlayer`; other formats may write ``model.layers.0``."""
+    """Our name for a checkpoint's weight `name`. Our first layer is named `midlayer`, in some formats it is ``model.layers.0``."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
     part, _, rest = name.removeprefix("layers.").partition(".")
     return f"deeper.{int(part) - 1}.{rest}" if name.startswith("layers.") and part.isdigit() else name
@@ -263,8 +266,8 @@ def save_head(
 ) -> None:  # fmt: skip
     """Writes a head for the target `model`.
 
-    Each file is written atomically, the config last, because a folder with a config is taken for a complete head. The embedding is the
-    target's and is not written; vLLM and the authors' code use the target's, too.
+    Each file is written atomically, the config last, because a folder with a config is taken for a complete head. The embedding is
+    the target's and is not written. vLLM and the authors' code also use the target's.
 
     Args:
         ids: ``[D]`` int64, ascending, the tokens that the head can propose; None: all.
@@ -288,14 +291,14 @@ def save_head(
 
 
 def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """A checkpoint's tables d2t and t2d for draft tokens `ids` (``[D]`` int64, ascending) out of `size` tokens; empty without `ids`."""
+    """A checkpoint's tables d2t and t2d for the draft tokens `ids` (``[D]`` int64, ascending) out of `size`. Empty without `ids`."""
     if ids is None:
         return {}
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}
 
 
 def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
-    """Config fields of the decoder layers, with the model type `kind`. Those of rotary positions are for transformers 5 and for 4."""
+    """Config fields of the decoder layers, with the model type `kind`. Rotary positions are written for transformers 5 and 4."""
     layer = config.to_dict()
     fields = {"model_type": kind, **{name: layer[name] for name in _FIELDS if name in layer}}
     rope = layer.get("rope_parameters") or {}
@@ -307,7 +310,7 @@ def layer_fields(config: LlamaConfig, kind: str = "llama") -> dict[str, Any]:
 
 
 def speculators_fields(kind: str, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
-    """The fields of every config in the format of `speculators`. kind: type of the speculator. tokens: number of tokens in a draft."""
+    """The fields that every config in the format of `speculators` has. kind: type of the speculator. tokens: draft tokens per step."""
     return {
         "speculators_model_type": kind,
         "speculators_config": {
@@ -336,7 +339,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
 
 
 def _public_name(model: PreTrainedModel) -> str | None:
-    """The target's name on the hub, for users of the head; None if it has no name or came from a local folder."""
+    """The target's name on the Hub, for users of the head. None if it has no name or came from a local folder."""
     name = getattr(model.config, "name_or_path", None)
     return name if name and not Path(name).exists() else None
 

@@ -82,8 +82,14 @@ class _Correlator(nn.Module):
         )
 
     def forward(self, block: DraftedBlock, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines ``[B, C]`` between a vector computed from ``block.context`` and the first place's candidates, and cosines
-        ``[B, T-1, C, C]`` between each place's candidates and the next place's. candidates, log_probs: ``[B, T, C]``.
+        """Returns the cosines between vectors that are computed for candidates at neighbouring places.
+
+        Args:
+            candidates, log_probs: ``[B, T, C]``, the candidates' token ids and log-probabilities.
+
+        Returns:
+            ``[B, C]``, cosines between a vector computed from ``block.context`` and the first place's candidates; and
+            ``[B, T-1, C, C]``, cosines between each place's candidates and the candidates of the next place.
         """
         count, ranks = log_probs.shape[1:]
         rank = torch.arange(ranks, device=log_probs.device).expand_as(log_probs)
@@ -109,7 +115,7 @@ class _Correlator(nn.Module):
         return (first[:, None] * inward[:, 0]).sum(-1), outward[:, :-1] @ inward[:, 1:].mT
 
     def _bias(self, count: int, ranks: int) -> Tensor:
-        """The attention bias ``[heads, T·C, T·C]``, which depends on the distance between two candidates' places."""
+        """The attention bias ``[heads, T·C, T·C]``. It depends on the distance between two candidates' places."""
         place = torch.arange(count, device=self.same_slot_bias.device).repeat_interleave(ranks)
         apart = place[:, None] - place
         same = (apart == 0) * self.same_slot_bias[:, None, None]
@@ -117,9 +123,11 @@ class _Correlator(nn.Module):
 
 
 class LatticeHead(BlockHead):
-    """A small transformer reads the ``C`` likeliest tokens of all places at once, and computes an outward and an inward vector for each
-    of these candidates. The score of two candidates at neighbouring places is the cosine between the outward vector of the first and
-    the inward vector of the second, times a fixed scale. For the first place, a vector of ``context`` is the outward vector.
+    """A small transformer reads the candidates of all places at once: the ``C`` likeliest tokens of each place.
+
+    It computes an outward and an inward vector for each candidate. The score of two candidates at neighbouring places is a cosine
+    times a fixed scale: the cosine between the outward vector of the first and the inward vector of the second. Nothing comes before
+    the first place, so a vector computed from ``context`` serves as its outward vector.
     """
 
     candidates: int

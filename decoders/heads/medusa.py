@@ -1,4 +1,6 @@
-"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1), their trees, and their files in our format or (read only) the authors'.
+"""Medusa heads (Cai et al. 2024, "Medusa", section 2.1), their trees, and their files.
+
+Files in our format are read and written, files in the authors' format are only read.
 
 Letters: ``K`` heads, ``H`` hidden size, ``V`` vocabulary, ``R`` rank of a low-rank projection, ``P`` positions of texts.
 """
@@ -39,9 +41,9 @@ class HeadsConfig:
         layers: number of residual blocks in each head.
         hidden_size: the target's hidden size.
         vocab_size: the target's vocabulary size.
-        projection: ``tied``: every head uses the target's output head, and nothing is stored; ``low_rank``: the target's output head
-            plus a learned difference of rank `rank`; ``full``: each head has its own projection, as in the paper.
-        rank: rank of the difference; 0 with another `projection`.
+        projection: ``tied``: every head uses the target's output head, and nothing is stored. ``low_rank``: each head adds a learned
+            matrix of rank `rank` to the target's output head. ``full``: each head has its own projection, as in the paper.
+        rank: rank of the learned matrix; 0 with another `projection`.
         tree: paths in Medusa's notation, best first: the first n paths are the best tree of n nodes. None: the default tree.
         figures: measurements of the training, for the model card.
     """
@@ -85,12 +87,12 @@ class HeadWeights(NamedTuple):
 class MedusaHeads(nn.Module):
     """``K`` heads beside a frozen target.
 
-    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. Initially W and b are zero and
-    the projection is the target's, so an untrained head predicts what the target's output head predicts. Every block has its own
-    weights; in the authors' code all blocks of a head share their weights.
+    Head k maps a hidden state x to ``proj_k(block(… block(x)))`` with ``block(x) = x + SiLU(W·x + b)``. Initially W and b are zero
+    and the projection is the target's, so an untrained head predicts what the target's output head predicts. Every block has its own
+    weights. In the authors' code all blocks of a head share their weights.
 
     Args:
-        lm_head: ``[V, H]``, weight of the target's output head; needed for new heads with a full projection only.
+        lm_head: ``[V, H]``, weight of the target's output head. Needed only for new heads with a full projection.
     """
 
     def __init__(self, config: HeadsConfig, lm_head: Tensor | None = None) -> None:
@@ -104,7 +106,7 @@ class MedusaHeads(nn.Module):
             start = torch.zeros(v, h) if lm_head is None else lm_head.detach().float().cpu()
             self.projection = nn.Parameter(start.expand(k, v, h).clone())
         elif config.projection == "low_rank":
-            # One factor is random and the other is zero: their product is zero, and the gradient of the product is not.
+            # One factor is random and the other is zero. Their product is zero, but its gradient is not.
             generator = torch.Generator().manual_seed(0)
             self.down = nn.Parameter(torch.randn(k, r, h, generator=generator) * h**-0.5)
             self.up = nn.Parameter(torch.zeros(k, v, r))
@@ -154,7 +156,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
 
 
 def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
-    """Raises SettingsError if the hidden size or vocabulary of `heads`, loaded from `origin`, is not the size of the target `model`."""
+    """Raises SettingsError if the hidden size or vocabulary of `heads` differs from the target's. origin: where they were loaded."""
     config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
     if (config.vocab_size, config.hidden_size) != (vocab, hidden):
         raise SettingsError(
@@ -176,7 +178,7 @@ def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.floa
 
 
 def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
-    """Loads heads from a folder in our format or the authors', or from the authors' weights file. Heads are cached until files change.
+    """Loads heads from a folder in our or the authors' format, or from the authors' weights file. Caches them until files change.
 
     No code in the files is run: a pickled checkpoint is read by torch's ``weights_only`` loader.
 
@@ -242,8 +244,8 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
     """Reads heads in the authors' format: a ``ModuleList`` of ``Sequential(ResBlock, …, Linear)``.
 
     The keys of the first head are ``0.0.linear.weight`` and ``0.0.linear.bias`` for its first block, and ``0.1.weight`` for its
-    projection. In some files all keys begin with ``medusa_head.``. The authors' code writes a block once for each use; each copy
-    becomes a block here.
+    projection. In some files all keys begin with ``medusa_head.``. The authors' code writes a shared block once for each use. Each
+    copy becomes a separate block here.
     """
     pattern = re.compile(r"(?:.*\bmedusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
     parts: dict[tuple[int, int, str], Tensor] = {}
@@ -283,8 +285,8 @@ def _upstream(file: Path, state: dict[str, Tensor]) -> MedusaHeads:
 
 Tree = tuple[tuple[int, ...], ...]
 
-#: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best path first. A path lists one rank per level:
-#: the rank of the level's token among the tokens that the level's head predicts, 0 for the best.
+#: The authors' sparse tree of 63 nodes (their ``mc_sim_7b_63``, found for Vicuna-7B), best path first. A path lists one rank per
+#: level. Rank 0 is the best token of the level's head.
 DEFAULT_TREE: Tree = (
     (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
     (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
@@ -297,15 +299,15 @@ DEFAULT_TREE: Tree = (
 def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
     """The tree of at most `nodes` nodes with the longest mean accepted path on calibration data, as paths, the best first.
 
-    At every position of the data, the right token of each head has a rank among the head's tokens. The ranks of all heads are the
-    position's path, and the part of the path that is in the tree is accepted. So each node adds to the mean accepted length the share
-    of positions whose path contains the node, and this share does not depend on the tree's other nodes. A parent's share is at least
-    the share of its child, so the nodes with the largest shares form a tree, which is the best tree. The paper instead multiplies the
-    accuracies of single heads, as if they were independent.
+    At every position of the data, the right token of each head has a rank among the head's tokens. The ranks of all heads form the
+    position's path. The tree accepts the part of this path that it contains. So a node adds a fixed share to the mean accepted
+    length: the share of positions whose path contains the node. A parent's share is at least that of its child, so the nodes with the
+    largest shares form a tree, which is the best tree. The paper instead multiplies the accuracies of single heads, as if they were
+    independent.
 
     Args:
-        ranks: ``[P, K]`` int64, for ``P`` positions the rank of the right token among each head's tokens, 0 for the best; -1: unknown.
-        widest: number of tokens per head that are considered, the best ones.
+        ranks: ``[P, K]`` int64, the rank of the right token among each head's tokens at ``P`` positions. 0: the best; -1: unknown.
+        widest: number of best tokens per head that are considered.
 
     Raises:
         DecodersError: no head predicts any position right.
@@ -335,7 +337,7 @@ def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
 
 
 def picture(tree: Sequence[Sequence[int]]) -> str:
-    """The attention mask of a tree's block as text: one line per node, with ``■`` in the columns of the nodes that this node sees."""
+    """The attention mask of a tree's block as text. Each line is a node, with ``■`` in the columns of the nodes that it sees."""
     topology, _ = Topology.from_paths(tree)
     ordered = [(), *sorted({tuple(path) for path in tree}, key=lambda path: (len(path), path))]
     names = ["root" if not path else "head " + str(len(path)) + " " + "·".join(map(str, path)) for path in ordered]

@@ -1,6 +1,6 @@
 """Loads small networks from a folder: reads config and weights, and checks that they fit each other. No code in the files is run.
 
-Built-in strategies read their networks with these functions, and plugins can do so, too: :func:`find_network` finds the folder, a
+Built-in strategies read their networks with these functions. Plugins can use them, too. :func:`find_network` finds the folder, a
 :class:`FileConfig` reads ``config.json``, and :func:`filled` puts the weights of :func:`read_tensors` into the network.
 """
 
@@ -33,7 +33,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-#: CONFIG is a file in every network's folder. The value DEMO of a setting stands for the network that comes with the demo model.
+#: CONFIG is the name of the config file in every network's folder. DEMO is a setting's value for the network of the demo model.
 CONFIG, DEMO = "config.json", "demo"
 
 #: An integer in a config. ``6.0`` is accepted as one; ``"6"`` and ``true`` are not.
@@ -86,7 +86,7 @@ def _explained(problem: Any) -> str:
 
 
 class LlamaLayerConfig(FileConfig):
-    """The config of decoder layers that are built from Llama's modules. Its fields have the names that they have in ``LlamaConfig``."""
+    """The config of decoder layers that are built from Llama's modules. Its fields are named as in ``LlamaConfig``."""
 
     hidden_size: Count
     num_attention_heads: Count
@@ -189,7 +189,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
-    """The names, times and sizes of those of `files` that exist, as a cache key, which differs after a file has changed."""
+    """A cache key that changes when one of `files` changes: the names, times and sizes of the files that exist."""
     return tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
 
 
@@ -197,7 +197,7 @@ def find_network(named: str | None, config: Any, kind: str, what: str, argument:
     """The folder of a network for a target with this `config`: `named`, or else the subfolder `kind` of the target's own folder.
 
     Args:
-        named: a path; ``demo`` names the network of this `kind` that comes with the demo model.
+        named: a path. ``demo`` stands for the network of this `kind` that comes with the demo model.
         kind: the strategy's name, which is also the name of the subfolder in the target's folder: "eagle3".
         what: the network, for messages: "a head".
         argument: the strategy's setting that names the folder.
@@ -263,7 +263,7 @@ def filled(
     """Loads the weights `state` into `network`, and returns it frozen, on `device` and in `dtype`.
 
     Args:
-        state: the network's weights by name: all of them, and no others.
+        state: the network's weights by name, complete and without others.
         place: the weights' file, for messages.
         owner: the strategy, for messages.
 

@@ -3,7 +3,7 @@
 The tokens that a row writes do not depend on its drafts. So a draft can be compared with the written tokens even if it was not
 verified, and every drafter's acceptance rates are known. The rates give the probability of each draft token. The seconds of a step
 with a given number of nodes are measured. Let ``P`` be the probability that all tokens on a node's path are accepted, and ``R`` the
-present rate in tokens per second. The node is verified if ``P`` exceeds ``R`` times the seconds that the node adds (Dinkelbach 1967).
+present rate in tokens per second. A node is verified if ``P`` exceeds ``R`` times the seconds that the node adds (Dinkelbach 1967).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_p
 from .auto_plan import AutoState, Memory, Plan
 from .merged import union
 
-#: Weight of the newest step in the moving means of tokens per step and seconds per step, whose ratio is the present rate.
+#: Weight of the newest step in two moving means: tokens per step and seconds per step. Their ratio is the present rate.
 RATE_WEIGHT = 1 / 32
 
 
@@ -71,11 +71,11 @@ class Auto(Strategy):
 
     @property
     def candidates(self) -> tuple[Strategy, ...]:
-        """The candidates, the cheapest first; none before :meth:`compose`."""
+        """The candidates, the cheapest first. Empty before :meth:`compose` is called."""
         return tuple(self._made.values())
 
     def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
-        """Creates the candidates, so that the loop knows whether any of them reads prompts or layers of the target."""
+        """Creates the candidates. The loop then knows whether any of them reads prompts or layers of the target."""
         if self._made:
             return
         names = self.settings.candidates
@@ -91,7 +91,7 @@ class Auto(Strategy):
             refuse_unfit(strategy)
         merged = merged_traits(tuple(made.values()))
         self.declare(**{name: merged[name] for name in ("reads_prompt", "prompt_logits", "finds_layers")})
-        # A candidate that reads no prompts need not keep state when the rows change: it can be started anew.
+        # A candidate that reads no prompts can be started anew when the rows change, so it need not support `rebatch`.
         self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made.values())
         self._made = made  # set last: if a candidate is refused above, the next call refuses it again
 
@@ -99,10 +99,11 @@ class Auto(Strategy):
         return union(self._layers_of(part, config, count) for part in self._made.values())
 
     def _layers_of(self, candidate: Strategy, config: Any, count: int) -> tuple[int, ...]:
-        """Indices of the target's layers that `candidate` reads; empty if it cannot start, for instance because its files are missing.
+        """Indices of the target's layers that `candidate` reads. Empty if it cannot start, for instance because its files are
+        missing.
 
         Raises:
-            DecodersError: a candidate that the user has configured cannot start.
+            DecodersError: `candidate` cannot start, although the user has configured it.
         """
         if not candidate.reads_layers:
             return ()
@@ -146,10 +147,13 @@ class Auto(Strategy):
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
     ) -> Candidate | str:
-        """Starts the candidate `name`; returns it, or the reason why it is left out. every: the layers that any candidate reads.
+        """Starts the candidate `name`. Returns it, or the reason why it is left out.
+
+        Args:
+            every: indices of all layers that the candidates read.
 
         Raises:
-            DecodersError: a candidate that the user has configured cannot start.
+            DecodersError: the candidate cannot start, although the user has configured it.
         """
         strategy = self._made[name]
         reason = missing(strategy, context)
@@ -161,9 +165,8 @@ class Auto(Strategy):
             if name in self.settings.config:
                 raise
             return str(error)
-        bit = 1 << list(self._made).index(
-            name
-        )  # the place among all candidates, so that a candidate has the same bit in every call
+        # The bit is the place among all candidates, also those left out, so that a candidate has the same bit in every call.
+        bit = 1 << list(self._made).index(name)
         known = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers
@@ -174,7 +177,7 @@ class Auto(Strategy):
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
 
     def rebatch(self, state: AutoState, rows: Tensor, context: Context) -> AutoState:
-        """Rows that stay keep their acceptance rates; new rows begin with the rates over all calls."""
+        """Rows that stay keep their acceptance rates. New rows begin with the rates over all calls."""
         before, costs = state.rows, context.costs(measure=True) or _Flat()
         for candidate in state.candidates:
             candidate.state = candidate.strategy.rebatch(
@@ -245,7 +248,7 @@ class Auto(Strategy):
             if candidate.bit & right:
                 candidate.was_right()
         state.history[-1].tokens += sum(emitted)
-        # The seconds are clipped, because an interrupted step, or a step that compiles, would distort the rate.
+        # The seconds are clipped, because a step that is interrupted or that compiles would distort the rate.
         seconds = min(seconds, 4 * state.costs.step(step.nodes.shape[1]) + plan.chosen - plan.begun)
         state.memory.seconds += seconds
         once = sum(candidate.preparing for candidate in state.candidates)
@@ -273,7 +276,7 @@ class Auto(Strategy):
 
 
 def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
-    """The depth to request from a candidate in this step: 0 leaves it out; None for a candidate that takes no requested depth."""
+    """The depth to request from a candidate in this step. 0: the candidate is left out. None: it drafts without a requested depth."""
     if not plan.tries:
         return 0
     if candidate.limited:
@@ -288,7 +291,7 @@ def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
-    """The weight of a token in each active row, by row index: larger in rows that the call is likely to wait for; 1 on average."""
+    """The weight of a token in each active row, by row index. It is 1 on average, and larger in rows that are likely to end last."""
     written = state.ledger.written
     if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)

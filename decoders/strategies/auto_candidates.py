@@ -1,4 +1,4 @@
-"""The drafters that `auto` chooses among: when a drafter is asked for a draft, what drafts gain, and the time allowed for trials."""
+"""The drafters that `auto` chooses among. Decides when a drafter is asked, measures its gain, and limits the time spent on trials."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, PromptChunk, Sequences, Step, Strategy, check_draft
 from .merged import layers_of_part
 
-#: A drafter is cheap if its time allows a draft every CHEAP_WAIT steps or oftener. The mean wait for a draft is at most DEAREST_WAIT.
+#: A drafter is cheap if `auto` can afford its draft at least every CHEAP_WAIT steps. Even the dearest drafter waits at most
+#: DEAREST_WAIT steps on average.
 CHEAP_WAIT, DEAREST_WAIT = 4, 256
-#: If a drafter with the trait `misses_steps` is asked less often than every UNTAUGHT steps, it does not observe the steps between its
-#: drafts.
+#: A drafter with the trait `misses_steps` may skip `observe`. It skips the steps between its drafts if it is asked less often than
+#: every UNTAUGHT steps.
 UNTAUGHT = 16
-#: After a draft token of a cheap drafter was written, the drafter is asked in each of the next PATIENCE steps.
+#: When a draft token of a cheap drafter turns out right, the drafter is asked in each of the next PATIENCE steps.
 PATIENCE = 4
-#: Weight of the newest run in the means of a drafter.
+#: Weight of a drafter's newest run in its mean seconds.
 RUN_WEIGHT = 1 / 4
-#: Number of tokens in the first draft of a limited drafter, which drafts to a requested depth with one pass per token.
+#: Depth requested for the first draft of a limited drafter. A limited drafter drafts to a requested depth, with one pass per token.
 FIRST_DEPTH = 2
 
 
@@ -32,9 +33,9 @@ class Experience:
         runs: number of runs; a run is one draft that the drafter was asked for.
         cost: mean seconds of a run; for a limited drafter (:class:`Candidate`), mean seconds per level of its draft.
         learning: mean seconds of `observe` for a drafter that may miss steps, otherwise 0.
-        lost: seconds lost in trials (runs while the drafter brings no gain), summed over calls, because several calls together can
-            afford a trial that one call cannot.
-        looks: decides how often the drafter is asked, by the gains of its drafts.
+        lost: seconds lost in trials, over all calls. A trial is a run while the drafter brings no gain. Several calls together can
+            afford a trial that is too dear for one call.
+        looks: decides from the gains of past drafts how often the drafter is asked.
     """
 
     runs: int = 0
@@ -54,16 +55,16 @@ class Candidate:
         experience: the drafter's statistics, kept between calls.
         clock: the call's clock.
         first_price: expected seconds of the drafter's first run.
-        layers: indices of the target's layers that the drafter reads, and of the layers that any candidate reads.
+        layers: a pair: indices of the target's layers that this drafter reads, and of all layers that the candidates read.
 
     Attributes:
         limited: whether the drafter drafts to a requested depth, because deeper drafts take more time.
         runs: number of its drafts in this call.
         proposed: number of its draft tokens in this call.
-        right: number of its draft tokens that were written.
+        right: number of this call's steps that wrote a token that the drafter had proposed.
         seconds: seconds of all its runs in this call, plus `observe` if the drafter may miss steps.
-        preparing: seconds of the drafter's first run in this call, if it was in this step; otherwise 0.
-        requested_depth: depth requested in this step; 1 for a drafter without a limit, 0 for a drafter that was left out.
+        preparing: seconds of this step's run if it is the drafter's first run in this call; otherwise 0.
+        requested_depth: depth requested in this step. 1 for a drafter that is not limited, 0 for a drafter that was left out.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Candidate:
         known = self.experience
         cost = known.cost + known.learning
         most = affordable(rate * cost, DEAREST_WAIT)
-        if self.limited:  # `auto` asks only if no depth of a draft is worth its time, so this draft is a trial
+        if self.limited:  # `due` is called only if no draft depth is worth its time, so this draft is a trial
             due = self._waited >= most
         else:
             due = (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
@@ -113,7 +114,7 @@ class Candidate:
             self.strategy.prefill(self.state, replace(chunk, layers=layers, logits=logits))
 
     def run(self, sequences: Sequences, limit: int | None = None) -> list[tuple[Any, ...]]:
-        """Runs the drafter; returns for every row the tokens, the nodes' parents and the grades, as :meth:`Proposals.add` takes them.
+        """Runs the drafter. Returns for every row the arguments of :meth:`Proposals.add`: tokens, the nodes' parents, and grades.
 
         Raises:
             DraftError: the strategy returned no valid draft. UnsupportedError: some nodes of the draft can never be accepted.
@@ -158,7 +159,7 @@ class Candidate:
         """Updates the drafter's statistics with the gain of its run in this step.
 
         Args:
-            benefit: number of accepted tokens that this drafter was the first to propose, each times its row's weight.
+            benefit: number of accepted tokens that this drafter was the first to propose. Each counts with the weight of its row.
             verifying: seconds of verifying the nodes that this drafter was the first to propose.
             rate: present tokens per second, which converts seconds to tokens.
         """
@@ -169,23 +170,24 @@ class Candidate:
             known.lost += max(price - benefit, 0.0) / rate
 
     def was_right(self) -> None:
-        """Counts a draft token that was written, and lets a cheap drafter be asked again in the next steps."""
+        """Counts a step that wrote a draft token of this drafter. A cheap drafter is then asked in each of the next steps."""
         self.right += 1
         self._patience = PATIENCE
 
 
 def _mean(known: float, seconds: float, runs: int) -> float:
-    """The moving mean `known`, updated with a run of `seconds` after `runs` earlier runs. The second run replaces the first, which
-    includes preparation.
+    """The moving mean `known`, updated with a run of `seconds` after `runs` earlier runs.
+
+    The second run replaces the first, because the first run includes preparation.
     """
     return mean_seconds(known if runs >= 2 else None, seconds, RUN_WEIGHT)
 
 
 def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float:
-    """Expected seconds of a drafter's first run, in which a draft model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
+    """Expected seconds of a limited drafter's first run: its model reads the prompt and drafts :data:`FIRST_DEPTH` tokens.
 
-    A pass of the draft model is assumed to cost a pass of the target, times the ratio of their layer counts. 0 if `strategy` is not
-    limited.
+    A pass of the draft model is assumed to cost as much as a pass of the target, times the ratio of their layer counts. 0 if
+    `strategy` is not limited.
     """
     if not strategy.limits:
         return 0.0
@@ -197,7 +199,7 @@ def first_price(strategy: Strategy, context: Context, costs: StepCosts) -> float
 
 
 def refuse_unfit(strategy: Strategy) -> None:
-    """Raises SettingsError for a strategy that `auto` cannot leave out of steps, or that is not exact."""
+    """Raises SettingsError for a strategy that is not exact, or that `auto` cannot leave out of steps."""
     if strategy.observes and not strategy.rests:
         raise SettingsError(
             f"auto leaves drafters out of some steps, and {strategy.name!r} has to see every step: take it out of candidates, and "
@@ -208,7 +210,7 @@ def refuse_unfit(strategy: Strategy) -> None:
 
 
 def missing(strategy: Strategy, context: Context) -> str | None:
-    """A text that names the input (grammar or assistant model) that `strategy` needs and the call lacks; None if none is missing."""
+    """Says which input the call lacks that `strategy` needs: the grammar or the assistant model. None if nothing is missing."""
     if strategy.needs_grammar and context.guide is None:
         return "the call has no grammar"
     if strategy.needs_assistant and context.assistant_model is None:
@@ -216,32 +218,34 @@ def missing(strategy: Strategy, context: Context) -> str | None:
     return None
 
 
-#: A drafter that brings no gain may spend the share LOOKS_SHARE of all time on trials. FIRST_SHARE is the share for its first run.
+#: A drafter that brings no gain may spend this share of all time on trials: FIRST_SHARE for its first run, LOOKS_SHARE afterwards.
 LOOKS_SHARE, FIRST_SHARE = 0.0075, 0.015
 #: A call may fall behind plain decoding by this share of its time.
 BEHIND_SHARE = 0.015
-#: The rest of a call is expected to write at most this many tokens per row, because the call may end early.
+#: The remaining time of a call is estimated for at most this many tokens per row, because the call may end early.
 COUNTED_AHEAD = 256
-#: At its start a call may fall behind by BEHIND_SHARE times the time of FIRST_STEPS plain steps (steps without a draft). Every step
-#: raises this limit by BEHIND_SHARE times the time of a plain step.
+#: A plain step is a step without a draft. At its start a call may fall behind by BEHIND_SHARE times the time of FIRST_STEPS plain
+#: steps. Every step raises this limit by BEHIND_SHARE times the time of a plain step.
 FIRST_STEPS = 64
-#: A call that is further ahead than MOST_AHEAD plain steps counts as MOST_AHEAD steps ahead. A call that is too far behind drafts again
-#: after at most LONGEST_REST plain steps.
+#: A lead over plain decoding counts for at most MOST_AHEAD plain steps. A call that is too far behind drafts again after at most
+#: LONGEST_REST plain steps.
 MOST_AHEAD, LONGEST_REST = 64, 32
-#: For a call that is as far behind as allowed, the price of a draft token is multiplied by ``1 + STRICTNESS``.
+#: The price of a draft token rises as a call falls behind. At the limit it is multiplied by ``1 + STRICTNESS``.
 STRICTNESS = 4
 
 
 @dataclass
 class Ledger:
-    """Tracks how far a call is behind plain decoding; beyond a limit, the call decodes plainly until it can afford another attempt.
+    """Tracks how far a call is behind plain decoding. Beyond a limit, the call decodes plainly until it can afford another attempt.
 
-    If all rows begin together, the slowest row's progress counts as the progress of the call.
+    If all rows begin together, the progress of the call is the progress of its slowest row. If rows join and leave, it is the rows'
+    mean progress.
 
     Attributes:
-        written: number of tokens that each row has written; None if rows join and leave, so that the rows' mean progress counts.
+        written: number of tokens that each row has written; None if rows join and leave.
         least: number of tokens that the slowest active row has written.
-        behind: seconds that the call is behind plain decoding, less BEHIND_SHARE of a plain step per step; negative if it is ahead.
+        behind: seconds that the call is behind plain decoding, less BEHIND_SHARE of a plain step for every step. Negative if the call
+            is ahead.
     """
 
     written: list[int] | None
@@ -260,7 +264,7 @@ class Ledger:
         """Updates `written`, `least` and `behind` after a step.
 
         Args:
-            extra: seconds that the step took in addition to a plain step, without preparation that a call does once.
+            extra: seconds that the step took longer than a plain step, without preparation that happens once per call.
             plain: seconds of a plain step.
             emitted: number of tokens written by each active row.
         """
@@ -269,7 +273,7 @@ class Ledger:
         self.behind = min(max(behind, -MOST_AHEAD * plain), most)
 
     def _gained(self, emitted: dict[int, int]) -> float:
-        """Updates `written` and `least`; returns the number of plain steps that would have made the same progress as this step."""
+        """Updates `written` and `least`. Returns the number of plain steps that would have made the same progress as this step."""
         if self.written is None:
             return sum(emitted.values()) / max(len(emitted), 1)
         for row, count in emitted.items():

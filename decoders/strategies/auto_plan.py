@@ -1,4 +1,4 @@
-"""The choice of `auto` in one step: which of the proposed nodes to verify."""
+"""Chooses which of the proposed nodes `auto` verifies in a step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LONGEST_HISTORY = 1000
 
 @dataclass
 class Phase:
-    """Consecutive steps with draft tokens of the same strategies.
+    """Consecutive steps whose draft tokens come from the same strategies.
 
     Attributes:
-        step: number of its first step.
+        step: index of its first step.
         steps: number of its steps.
-        strategies: the strategies' names, joined by "+"; "" for none.
-        nodes: sum over the steps of the number of draft tokens per row.
+        strategies: the strategies' names, joined by "+"; "" for steps without a draft.
+        nodes: number of draft tokens per row, summed over the steps.
         expected: expected number of written tokens, over all rows and steps.
         tokens: number of written tokens, over all rows and steps.
     """
@@ -59,10 +59,10 @@ class AutoState:
         candidates: the drafters that take part in the call.
         left_out: reasons why other candidates do not take part, by name.
         costs: the cost of a step by its number of nodes.
-        rows: for every row a follower, which compares the row's drafts with the written tokens.
-        ledger: how far the call is behind plain decoding.
+        rows: a follower for every row. It compares the row's drafts with the written tokens.
+        ledger: tracks how far the call is behind plain decoding.
         new_tokens: greatest number of tokens that a row may write; None if rows join and leave.
-        tokens: mean number of tokens of a step, the numerator of the rate. A token counts more if other rows wait for its row.
+        tokens: mean number of tokens of a step, the numerator of the rate. Tokens of rows that are likely to end last count more.
         seconds: mean seconds of a step, the denominator of the rate.
         history: the phases so far.
         steps: number of steps so far.
@@ -99,7 +99,7 @@ class AutoState:
 
 
 class Plan:
-    """The choice in one step.
+    """Collects the nodes that drafters propose in a step, and chooses those that are verified.
 
     Attributes:
         active: indices of the unfinished rows.
@@ -108,8 +108,8 @@ class Plan:
         worth: expected tokens of the draft, less `price` times the draft's seconds.
         count: greatest number of draft tokens to verify per row, set by :meth:`weigh`.
         width: number of nodes per row in the step's draft, root excluded, set by :meth:`draft`.
-        chain: if the verified tokens form a chain, the bits of the drafters that each proposed all of it; otherwise 0.
-        verifying: seconds of verifying nodes, by the bit of the first drafter that proposed them.
+        chain: 0 if the verified tokens form no chain. Otherwise a bit mask of the drafters that proposed the whole chain.
+        verifying: seconds of verifying nodes, by the bit of the drafter that was the first to propose them.
         chosen: time on the call's clock at which the draft was chosen.
 
     Args:
@@ -146,7 +146,10 @@ class Plan:
         self.count, _, self.worth = worthwhile(gains[: self.most], self.costs.step, self.price)
 
     def depth_of(self, candidate: Candidate) -> int:
-        """The most valuable depth to request of a limited drafter; 0 if none is worth more than this plan, or before the first run."""
+        """The most valuable depth to request from a limited drafter.
+
+        0 if no depth is worth more than the plan as it is, or if the drafter has not run yet.
+        """
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
         if not candidate.experience.runs:
@@ -196,8 +199,8 @@ class Plan:
     def _chosen(self, row: int) -> list[int]:
         """The nodes of a row that are verified, parents before their children.
 
-        The likeliest path comes first, so that each token of the path has the slot that plain decoding would give it. The token's keys
-        and values then have the same bits as in plain decoding, and an accepted token need not be run again.
+        The likeliest path comes first. Each of its tokens then has the slot that plain decoding would give it, so its keys and values
+        have the same bits as in plain decoding. If the token is accepted, it need not be run again.
         """
         parents = self.proposals[row].parents
         path, others = [0], list[int]()
@@ -231,12 +234,13 @@ class Plan:
         self.chosen = state.clock()
 
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
-        """Adds to the call's :class:`Ledger` the seconds that the step takes beyond a plain step: `drafting`, plus the expected time of
-        verifying the draft tokens; 0 if the step could have no draft. The measured time of verifying is not used, because its noise is
-        greater than the time of the draft tokens.
+        """Adds to the call's :class:`Ledger` the seconds that the step took longer than a plain step.
+
+        These are `drafting` and the expected seconds of verifying the draft tokens; 0 if the step was not allowed a draft. The
+        measured seconds of verifying are not used, because their noise is greater than the time of the draft tokens.
 
         Args:
-            drafting: seconds of drafting, plus the seconds of learning from the step.
+            drafting: seconds of drafting and of `observe`.
             emitted: number of written tokens, by row.
         """
         if self.tries:

@@ -22,7 +22,7 @@ from .feature_drafter import BlockDrafter, FeatureState, ReadsFeatures, dtype_of
 
 
 class DFlashSettings(TreeForms):
-    """Which network drafts, how far, and in which shape."""
+    """The network that drafts, and the length and shape of its drafts."""
 
     draft_model: str | None = Field(
         None,
@@ -52,7 +52,8 @@ class _State(FeatureState):
     """The state of a call.
 
     Attributes:
-        of_head: for each layer that the network reads, whether it is the target's last layer, which is read after the final norm.
+        of_head: for each layer that the network reads, whether it is the target's last layer. That layer is read after the final
+            norm.
     """
 
     of_head: tuple[bool, ...]
@@ -61,15 +62,15 @@ class _State(FeatureState):
 class DFlash(ReadsFeatures):
     """A small network drafts a block of tokens. It attends to keys and values that it computes from the target's hidden states.
 
-    The network's input is a block: the last committed token and mask tokens, which attend to each other. One pass predicts the token in
-    the place of every mask. A draft model may have a head, which chooses tokens that fit the token before: a path selector (DFlash2), a
-    Markov head (DSpark), a recurrent correction (Domino), a correlator (LiLiCorr). A draft model without an embedding or output head of
-    its own uses the target's.
+    The network's input is a block: the last committed token and mask tokens, which attend to each other. One pass predicts the token
+    in the place of every mask. A draft model may have a head that makes each token fit the token before it: a path selector
+    (DFlash2), a Markov head (DSpark), a recurrent correction (Domino) or a correlator (LiLiCorr). A draft model without an embedding
+    or output head of its own uses the target's.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
 
     Attributes:
-        heads: classes of heads that a draft model may have; the first that its config describes is used.
+        heads: classes of heads that a draft model may have. The first class that the model's config describes is used.
     """
 
     name = "dflash"
@@ -119,11 +120,13 @@ class DFlash(ReadsFeatures):
 
 
 class DFlashDrafter(BlockDrafter):
-    """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``. A block
-    begins at the last token, which the target has not read yet; the next block or window overwrites the block's keys and values.
+    """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``.
 
-    Without a head, the tokens of one level of a tree are the same under every parent, because a place of the block does not depend on
-    the tokens of other places. Rejection rules stay exact: the draws of a level are independent of draws and acceptances above it.
+    A block begins at the last token, which the target has not read yet. The next block or window overwrites the block's keys and
+    values.
+
+    Without a head, all nodes of a tree level have the same continuations, because the places of a block do not depend on each other's
+    tokens. Rejection rules stay exact: the draws of a level are independent of draws and acceptances above it.
     """
 
     def __init__(self, context: Context, files: DFlashFiles, length: int, children: int) -> None:
@@ -133,14 +136,14 @@ class DFlashDrafter(BlockDrafter):
         self.chooser, self.mask_token = files.head, config.mask_token_id
         self.embed = embedding_of(context.model, context.embed) if files.embed is None else files.embed
         self.head = context.head if files.lm_head is None else files.lm_head
-        self.first = int(not config.from_last)  # the node of a block that drafts the first token
+        self.first = int(not config.from_last)  # index of the block's node that drafts the first token
         block = length + self.first
         self._make_block(context.rows, block)
         example = self.window.new_zeros(1, 1, config.layer.hidden_size)
         self.module: ModulePasses = context.module(network, ahead=block + self.width, example=(example,))
 
     def _make_block(self, rows: int, block: int) -> None:
-        """Builds the mask tokens and the attention of every row's block, in which the last token and the masks attend to each other."""
+        """Builds the mask tokens and the attention mask of every row's block. The last token and the masks attend to each other."""
         device = self.window.device
         self.masks = torch.full((rows, block - 1), self.mask_token, device=device)
         offsets = torch.arange(block, device=device).expand(rows, block)

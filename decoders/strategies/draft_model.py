@@ -1,4 +1,4 @@
-"""Bases of strategies that draft with a second model, which is opened by :attr:`decoders.Context.draft`."""
+"""Base classes of strategies that draft with a second model. :attr:`decoders.Context.draft` opens the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .draft_tree import TREE_NODES, TreeSettings
 
 __all__ = ["DraftModelSettings", "DraftModelStrategy", "DraftTreeSettings"]
 
-#: A path, a hub name, or a loaded model, which is serialized as its name.
+#: A path, a Hub name, or a loaded model. A loaded model is serialized as its name.
 DraftModel = Annotated[
     str | InstanceOf[PreTrainedModel] | None,
     PlainSerializer(lambda model: model if isinstance(model, str | None) else model.config.name_or_path),
@@ -39,7 +39,8 @@ class DraftTreeSettings(TreeSettings, DraftModelSettings):
 class DraftModelStrategy(Strategy):
     """Base of strategies with a draft model: ``assistant_model=`` of the call, or ``draft_model`` of the settings.
 
-    Subclasses open it in ``start``: ``context.draft(self.draft_model(context), ahead=…)`` returns a :class:`decoders.drafters.Drafter`.
+    Subclasses open the model in ``start``: ``context.draft(self.draft_model(context), ahead=…)`` returns a
+    :class:`decoders.drafters.Drafter`.
     """
 
     settings_class: ClassVar[type[Settings]] = DraftModelSettings
@@ -54,7 +55,7 @@ class DraftModelStrategy(Strategy):
         """The model that drafts: `draft_model` of the settings, else the call's assistant model.
 
         Raises:
-            UnsupportedError: the settings name no draft model, and either the call has no assistant model, or this strategy drafts for
+            UnsupportedError: the settings name no draft model, and the call has no assistant model or this strategy drafts for
                 another draft model.
         """
         if self.settings.draft_model is not None:
@@ -64,5 +65,5 @@ class DraftModelStrategy(Strategy):
         return context.assistant_model
 
     def tree_nodes(self, context: Context) -> int:
-        """Greatest number of nodes of a tree, root excluded: the setting ``nodes``, or what the measured costs of a step allow."""
+        """Greatest number of nodes of a tree, root excluded: the setting ``nodes``, or as many as the costs of a step allow."""
         return draft_budget(context.costs, self.settings.nodes, TREE_NODES)

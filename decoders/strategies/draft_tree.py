@@ -1,7 +1,7 @@
 """Draft trees: their settings, their shapes, and the code that fills a tree with a drafter's continuations of its nodes.
 
 Letters: ``B`` rows, ``Q`` nodes that one pass expands, ``C`` continuations of a node, ``N`` nodes of a tree, root included, ``M``
-nodes found on all levels, ``K`` nodes that the drafter has run, ``W`` nodes of a level that are expanded.
+nodes found on all levels together, ``K`` nodes that the drafter has run, ``W`` nodes that are expanded on one level.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Beam = Annotated[int, Field(ge=1, le=32, description="Number of nodes of a dynam
 
 
 class TreeForms(Settings):
-    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns if one is set that the tree does not use."""
+    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns about settings that the tree ignores."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -80,7 +80,7 @@ class TreeForms(Settings):
 
 
 class TreeSettings(TreeForms):
-    """Settings of strategies whose drafts may be trees that are expanded level by level. A subclass adds ``tree: TreeForm = …``."""
+    """Settings of strategies that draft trees level by level. A subclass adds ``tree: TreeForm = …``."""
 
     nodes: NodeBudget = None
     children: int = Field(4, ge=2, le=32, description="Maximum number of children of a tree node.")
@@ -90,8 +90,8 @@ class TreeSettings(TreeForms):
 def likely_paths(depth: int, children: int, nodes: int) -> tuple[tuple[int, ...], ...]:
     """The likeliest paths of a tree, at most `nodes`, the likeliest first.
 
-    A path lists one rank per level (Medusa's notation): at most `depth` ranks, each less than `children`. The probabilities of ranks
-    are assumed to be :data:`RANK_SHARES`.
+    A path lists one rank per level (Medusa's notation): at most `depth` ranks, each less than `children`. A path's probability is the
+    product of its ranks' :data:`RANK_SHARES`.
     """
     shares = RANK_SHARES[:children]
     waiting: list[tuple[float, tuple[int, ...]]] = [(-share, (rank,)) for rank, share in enumerate(shares)]
@@ -123,7 +123,7 @@ class DraftTree(ABC):
         depth: number of levels.
         ahead: greatest number of slots that a draft model writes after a row's last token.
         children: number of continuations per node that the tree asks for.
-        least_children: number of continuations per node that the tree cannot do without.
+        least_children: number of continuations per node that the tree needs at least.
     """
 
     depth: int
@@ -137,13 +137,13 @@ class DraftTree(ABC):
 
     @abstractmethod
     def of_rows(self, rows: int, device: torch.device) -> DraftTree:
-        """Returns this tree for a batch with a new number of rows, for :meth:`decoders.Strategy.rebatch`."""
+        """Returns this tree for a batch of `rows` rows. Used by :meth:`decoders.Strategy.rebatch`."""
 
 
 class StaticTree(DraftTree):
-    """A tree whose shape is fixed. One pass of the draft model runs the inner nodes of a level.
+    """A tree of fixed shape. One pass of the draft model runs all inner nodes of a level.
 
-    Because the shape does not depend on drawn tokens, drafts are exact with every verifier.
+    The shape does not depend on drawn tokens, so drafts are exact with every verifier.
 
     Args:
         paths: the tree in Medusa's notation, see :meth:`Topology.from_paths`.
@@ -194,10 +194,10 @@ class StaticTree(DraftTree):
 class DynamicTree(DraftTree):
     """The likeliest nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024, "EAGLE-2").
 
-    Each pass expands a beam of the likeliest nodes of the deepest level. At the end the likeliest nodes of all levels are kept. Each
-    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)``, with the noise
-    with which the target will draw. The choice of nodes then depends on drawn tokens, which would bias rejection rules, so the tree is
-    exact with the coupled verifier only.
+    Each pass expands a beam: the likeliest nodes of the deepest level. At the end the likeliest nodes of all levels are kept. Each
+    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)``. The target will
+    draw with the same noise. The choice of nodes then depends on drawn tokens, which would bias rejection rules. So the
+    tree is exact with the coupled verifier only.
 
     Args:
         depth: number of levels.
@@ -228,7 +228,7 @@ class DynamicTree(DraftTree):
         """Expands trees for all rows, and returns the draft and the probabilities of its nodes.
 
         Args:
-            floor: ``[B]``, log-probability below which a node is not expanded. With a floor, expansion ends when no row has a node
+            floor: ``[B]``, nodes with a smaller log-probability are not expanded. With a floor, expansion ends when no row has a node
                 to expand, and the host waits for the device once per level.
 
         Returns:
@@ -249,7 +249,7 @@ class DynamicTree(DraftTree):
             nodes, reached, chosen, parents, offsets, visible = self._frontier(
                 level[0], level[1], level[3], parents, offsets, visible, floor, width
             )
-            # Every node here is a draft token, so a node sees exactly its ancestors.
+            # All nodes are draft tokens, so a node sees exactly its ancestors.
             expansion = drafter.expand(nodes, TreeTensors(parents, offsets, visible, visible))
             start = count - level[0].shape[1]
             level = self._expanded(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
@@ -259,24 +259,25 @@ class DynamicTree(DraftTree):
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         shape = TreeTensors(*tree)
         above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
-        # If a node and its parent are absent, the difference is -inf - -inf, nan; it becomes -inf, as for any absent node.
+        # If a node and its parent are absent, the difference -inf - -inf is nan. It becomes -inf, as for any absent node.
         own = (weights - above).nan_to_num(nan=float("-inf"))
         return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
 
 
 def grades_of(weights: Tensor) -> Tensor:
-    """Grades 0 … 4 of draft tokens, int64. weights: each token's log-probability given the tokens before, float32 of the same shape.
+    """Grades 0 … 4 of draft tokens, int64. :data:`GRADE_RATES` lists the usual acceptance rate of each grade.
 
-    :data:`GRADE_RATES` lists the usual acceptance rate of each grade, for :attr:`decoders.Strategy.grade_rates`.
+    Args:
+        weights: each token's log-probability given the tokens before, float32 of the same shape.
     """
     return sum(((weights > math.log(bound)).long() for bound in GRADES), torch.zeros_like(weights, dtype=torch.int64))
 
 
 def require_coupled(context: Context, strategy: str) -> None:
-    """Checks that the call has the coupled verifier, for drafts whose shape depends on drawn tokens. strategy: the strategy's name.
+    """Checks that the call has the coupled verifier. Drafts whose shape depends on drawn tokens need it.
 
     Raises:
-        UnsupportedError: the call has another verifier, with which the drafts would not be exact.
+        UnsupportedError: the call has another verifier. The drafts would not be exact with it.
     """
     if not context.coupled:
         raise UnsupportedError(
@@ -286,7 +287,7 @@ def require_coupled(context: Context, strategy: str) -> None:
 
 
 def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
-    """The depth of a draft: `chosen`, the user's setting; if it is None, as many levels as step costs allow, at most `otherwise`."""
+    """The depth of a draft: the user's setting `chosen`. If it is None, as many levels as step costs allow, but at most `otherwise`."""
     return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
 
 
@@ -316,7 +317,7 @@ def shape_of(
 
 
 def depth_bound(depth: int) -> int:
-    """`depth`, rounded up to one of few values: Dynamo compiles :func:`best_nodes`, which unrolls a loop, once for each value."""
+    """`depth`, rounded up to one of few values, because Dynamo compiles :func:`best_nodes` once for each value."""
     return (1 << depth.bit_length()) - 1 | 31
 
 
@@ -324,11 +325,11 @@ def frontier(
     tokens: Tensor, weights: Tensor, places: Tensor, parents: Tensor, offsets: Tensor, visible: Tensor, floor: Tensor | None,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Chooses the `width` likeliest nodes of a level, and appends them to the tree of the nodes that the draft model has run.
+    """Chooses the `width` likeliest nodes of a level, and appends them to the tree of nodes that the draft model has run.
 
     Args:
         tokens, weights, places: ``[B, n]``, the level's tokens, cumulative log-probabilities, and their parents' indices in the tree.
-        parents, offsets: ``[B, K]``, visible: ``[B, K, K]``, the tree of the nodes that were run.
+        parents, offsets, visible: ``[B, K]``, ``[B, K]`` and ``[B, K, K]``, the tree of nodes that the draft model has run.
 
     Returns:
         the chosen nodes' tokens, cumulative log-probabilities and indices in the level, ``[B, W]``; then parents, offsets and
@@ -353,7 +354,7 @@ def frontier(
 def expanded(
     tokens: Tensor, weights: Tensor, reached: Tensor, parents: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The next level: all continuations of the last ``W`` nodes that were run.
+    """The next level of the tree: all continuations of the ``W`` nodes that the last pass expanded.
 
     Args:
         tokens, weights: ``[B, W, C]``, the continuations, and the log-probability of each given its path.
@@ -373,17 +374,18 @@ def expanded(
 
 
 def best_nodes(tokens: Tensor, weights: Tensor, parents: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the likeliest of all ``M`` nodes found, `nodes` in number, and builds their tree.
+    """Selects the `nodes` likeliest of all ``M`` nodes found, and builds their tree.
 
     Args:
         depth: greatest number of levels of the tree, from :func:`depth_bound`.
-        tokens, weights, parents: ``[B, M]``; weights are cumulative log-probabilities, ``-inf`` for absent nodes; parents are indices
-            of earlier nodes, -1 for the root.
+        tokens: ``[B, M]``.
+        weights: ``[B, M]``, cumulative log-probabilities, ``-inf`` for absent nodes.
+        parents: ``[B, M]``, indices of earlier nodes, -1 for the root.
 
     Returns:
         tokens and weights ``[B, nodes]`` (token -1 for absent nodes), then the fields of :class:`TreeTensors`.
     """
-    # The sort is stable, unlike topk: among equally likely nodes, too, parents must come before their children.
+    # The sort is stable, unlike topk, because parents must come before their children even if both are equally likely.
     order = in_64_bits(weights).sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, :nodes].sort(1).values.to(weights.device)
     place = torch.full_like(parents, -1).scatter(

@@ -23,7 +23,7 @@ LENGTH = 5
 
 
 class Eagle3Settings(TreeForms):
-    """Which head drafts, and in which shape."""
+    """The head that drafts, and the shape of its drafts."""
 
     head: str | None = Field(
         None,
@@ -49,11 +49,12 @@ class Eagle3Settings(TreeForms):
 
 
 class Eagle3(ReadsFeatures):
-    """A head of one decoder layer (P-EAGLE: several) drafts. For every token it reads the token's embedding, and the fused hidden
-    states of three target layers (EAGLE, EAGLE-2: the input of the target's output head) at the token before.
+    """A head of one decoder layer (P-EAGLE: several) drafts from hidden states of the target.
 
-    From the second drafted token on, the target has not computed the hidden states, and the head's own output replaces them. A P-EAGLE
-    head reads masks instead and drafts all tokens in one pass. The head's vocabulary may be a part of the target's.
+    For every token, the head reads the token's embedding and the fused hidden states of three target layers at the token before.
+    (EAGLE and EAGLE-2 heads read the input of the target's output head instead of three layers.) From the second drafted token on,
+    the head's own output replaces these hidden states, because the target has not computed them yet. A P-EAGLE head reads masks
+    instead, and drafts all tokens in one pass. The head's vocabulary may be a part of the target's.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
     """
@@ -105,7 +106,7 @@ class Eagle3(ReadsFeatures):
         return FeatureState(drafter, tree)
 
     def features(self, state: FeatureState, given: Step | PromptChunk) -> Tensor:
-        """The hidden states of the read layers side by side; for EAGLE and EAGLE-2, the input of the target's output head."""
+        """The concatenated hidden states of the layers that the head reads. EAGLE and EAGLE-2: the input of the output head."""
         return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
@@ -142,7 +143,7 @@ class Eagle3Drafter(FeatureDrafter):
         count = nodes.shape[1]
         above = self.states.gather(1, tree.parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
         base = self.sequences.length - 2
-        # As in training, the sliding windows of drafted tokens end at the last token that the target has read.
+        # The sliding windows of drafted tokens end at the last token that the target has read, as in training.
         ends = (base[:, None].expand(-1, count),) if self.windowed else ()
         states, last = self.module(base, self.embed(nodes), above, *ends, tree=tree, logits=count, fuse=False)
         self.states = torch.cat([self.states, states], dim=1)
@@ -150,7 +151,7 @@ class Eagle3Drafter(FeatureDrafter):
 
 
 class ParallelDrafter(BlockDrafter, Eagle3Drafter):
-    """P-EAGLE (arXiv:2602.01469): drafts in one pass from masks, whose learned state replaces the target's missing hidden states."""
+    """P-EAGLE (arXiv:2602.01469): drafts in one pass from masks. A learned state replaces the target's missing hidden states."""
 
     def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
         super().__init__(context, files, depth, children, max(ahead, depth + 1))

@@ -22,7 +22,7 @@ class EarlyExitSettings(ShapeSettings):
 
 
 class EarlyExit(Speculative):
-    """The target's first layers, followed by the target's norm and output head, draft a chain or a tree as a draft model does.
+    """The target's first layers, followed by its norm and output head, serve as a draft model for a chain or a tree.
 
     This is fast only for models that were trained for early exit: the first layers of other models seldom agree with the whole model.
     """

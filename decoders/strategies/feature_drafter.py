@@ -1,9 +1,9 @@
-"""Bases of drafters that read the target's hidden states: a small network with a window of the last slots, and its strategy.
+"""Base classes for networks that draft from the target's hidden states, and for the strategies that use these networks.
 
 At slot ``j`` of a row the network reads the target's hidden state of token ``j``, and tokens after token ``j``. The target has not
 read the last committed token yet, so with ``length`` committed tokens the last slot is ``length - 2``. Before every draft the network
-reads a window of the last slots again, at little cost: committed tokens then replace rejected draft tokens. If steps pass without a
-draft of this network, it reads the window before unread tokens leave the window.
+reads a window of the last slots again, at little cost. Committed tokens then replace rejected draft tokens. If steps pass without a
+draft, the network reads the window early enough that no unread token leaves it.
 
 Letters: ``B`` rows, ``N`` nodes or tokens of a pass, ``F`` width of the features that the network reads, ``W`` slots of the window,
 ``Q`` nodes that one pass expands, ``D`` tokens that can be drafted, ``T`` positions of a block.
@@ -29,26 +29,27 @@ __all__ = [
 
 
 class FeatureWindow(ABC):
-    """A network in a call. It reads the target's hidden states in a window of the last slots, and returns the continuations with which
-    a tree is filled (:class:`~decoders.strategies.draft_tree.Expands`).
+    """A drafting network during a call. It reads the target's hidden states in a window of the last slots.
+
+    It returns the continuations of a tree's nodes, as :class:`~decoders.strategies.draft_tree.Expands` asks.
 
     Args:
         context: the call's context.
         features: width ``F`` of the features of a node.
         new: greatest number of tokens that a step with this network's draft commits: the draft's depth, plus 1 for the target's token.
-        known: number of slots that the network must read again because they depended on draft tokens; 0 if slots depend on
-            committed tokens only.
+        known: number of slots that must be read again because they depended on draft tokens. 0 if slots depend on committed tokens
+            only.
         vocabulary: the tokens that the network can propose.
         children: number of continuations per node that the tree asks for.
 
     Attributes:
         plan, sampling: the call's sampling plan and values.
         children: ``C``, continuations per node: the requested number, or the size of `vocabulary` if that is smaller.
-        keep_scores: whether expansions have scores, which rejection rules need.
+        keep_scores: whether expansions have scores. Rejection rules need scores.
         most_id: greatest token id that the target embeds.
         width: ``W``, number of slots in the window.
         window: ``[B, W, F]``, the features of every row's last slots, in the target's dtype.
-        prompts: the rows when the call or the present batch began; :meth:`prefill` reads prompts from them.
+        prompts: the rows at the start of the call or of the present batch. :meth:`prefill` reads prompts from them.
         sequences: the rows in this step, set by :meth:`draft`.
     """
 
@@ -62,7 +63,8 @@ class FeatureWindow(ABC):
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
         self.new, self.width, self.own_nodes = new, new + known, 1
-        # unread: upper bound of the number of window tokens that the network has not read. asked: whether it drafted in this step.
+        # unread: upper bound of the number of window tokens that the network has not read.
+        # asked: whether the network has drafted in this step.
         self.unread, self.asked = 0, False
         assert context.sequences is not None
         self.prompts = context.sequences
@@ -70,7 +72,7 @@ class FeatureWindow(ABC):
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """By name, all objects that a recorded step uses and that exist before and after the step."""
+        """All objects, by name, that a recorded step uses and that outlive the step."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -99,13 +101,13 @@ class FeatureWindow(ABC):
         """The best continuations ``[B, Q, C]`` of `nodes` ``[B, Q]`` int64, which are the last ``Q`` nodes of `tree`."""
 
     def rebatch(self, rows: Tensor, context: Context) -> None:
-        """Keeps the windows of rows that stay; :meth:`prefill` fills those of new rows. rows: see :meth:`decoders.Strategy.rebatch`."""
+        """Keeps the windows of rows that stay. :meth:`prefill` fills the windows of new rows. See :meth:`decoders.Strategy.rebatch`."""
         assert context.sequences is not None
         self.prompts, self.sampling = context.sequences, context.sampling
         self.window = torch.where((rows >= 0)[:, None, None], self.window[rows.clamp(min=0)], 0)
 
     def prefill(self, chunk: PromptChunk, features: Tensor) -> None:
-        """Runs the network over a chunk of the prompts; copies the prompts' last features to the window. features: ``[B, N, F]``."""
+        """Runs the network over a chunk of the prompts, and copies the last features to the window. features: ``[B, N, F]``."""
         start = chunk.positions[:, 0]
         self.read(start, features, self.prompts)
         index = self.prompts.length[:, None] - 1 - self.width + self.index - start[:, None]
@@ -114,10 +116,14 @@ class FeatureWindow(ABC):
         self.window.copy_(torch.where(inside[..., None], taken, self.window))
 
     def observe(self, step: Step, features: Tensor) -> None:
-        """Moves the window forward to the tokens that a step has committed. features: ``[B, N, F]``, of the step's nodes."""
+        """Moves the window forward, so that it ends with the tokens that the step has committed.
+
+        Args:
+            features: ``[B, N, F]``, features of the step's nodes.
+        """
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # If the host has not read the step, an upper bound of the number of committed tokens is used: `new` after a draft of this
-        # network, else the number of nodes. A block with this network's draft is padded to at most twice the draft's size.
+        # If the host has not read the step, an upper bound of the number of committed tokens is used: `new` if the block holds only
+        # this network's draft, else the number of nodes. Padding makes a block at most about twice as large as its draft.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         most = self.new if own else nodes
@@ -130,22 +136,23 @@ class FeatureWindow(ABC):
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
-        """Returns a step's draft: `tree`, filled by :meth:`root`, which reads the window, and by :meth:`expand`."""
+        """Returns the draft of a step. `tree` is filled by :meth:`root` and :meth:`expand`."""
         self.sequences = sequences
         draft = tree.draft(self)
         self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True
         return draft
 
     def read_window(self) -> None:
-        """Runs the network over the window, which holds all tokens that were committed since the network's last draft."""
+        """Runs the network over the window. The window holds all tokens that were committed since the network's last draft."""
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
-        """The best continuations of ``Q`` nodes, by the network's logits; when sampling, plus the noise that the target will draw with.
+        """The continuations of ``Q`` nodes with the largest logits. When sampling, the noise with which the target will draw is
+        added.
 
         Args:
             logits: ``[B, Q, D]``.
-            offsets: ``[B, Q]`` int64, or one number for all nodes: the number of positions from the row's last token to each node.
+            offsets: ``[B, Q]`` int64, number of positions from the row's last token to each node. Or one number for all nodes.
         """
         written = (self.sequences.length - self.sequences.prompt_length)[:, None]
         return self.vocabulary.best(
@@ -154,14 +161,14 @@ class FeatureWindow(ABC):
 
 
 class FeatureDrafter(FeatureWindow):
-    """A network that drafts token by token, as in EAGLE: each level of a tree comes from a pass over the level before.
+    """A network that drafts token by token, as in EAGLE. One pass over a level of the tree gives the next level.
 
     A subclass implements :meth:`read`, :meth:`first`, :meth:`further` and :meth:`own_parts`.
     """
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Logits ``[B, 1, D]`` after every row's last token. Called when :meth:`read` has run over the window."""
+        """Logits ``[B, 1, D]`` after every row's last token. Called after :meth:`read_window`."""
 
     @abstractmethod
     def further(self, nodes: Tensor, tree: TreeTensors) -> Tensor:
@@ -177,13 +184,13 @@ class FeatureDrafter(FeatureWindow):
 
 
 class BlockDrafter(FeatureWindow):
-    """A network that drafts all positions of a block in one pass. The continuations of a level are the same for every parent.
+    """A network that drafts all positions of a block in one pass. All nodes of a level have the same continuations.
 
     A subclass implements :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
     """
 
     def opened(self, logits: Tensor) -> Expansion:
-        """The continuations on the first level, from the logits ``[B, T, D]`` of the block. :meth:`expand` returns the later levels."""
+        """The continuations on the first level, from the block's logits ``[B, T, D]``. :meth:`expand` returns the later levels."""
         offsets = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape[:2])
         self.level, self.places = 0, self.best(logits, offsets)
         return self._level(1)
@@ -193,7 +200,7 @@ class BlockDrafter(FeatureWindow):
         return self._level(nodes.shape[1])
 
     def _level(self, nodes: int) -> Expansion:
-        """The block's continuations on the present level, repeated for every node of it. nodes: number of these nodes."""
+        """The block's continuations on the present level, repeated for each of the level's `nodes` nodes."""
         here, places = slice(self.level, self.level + 1), self.places
         scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
         return Expansion(
@@ -202,17 +209,17 @@ class BlockDrafter(FeatureWindow):
 
 
 def dtype_of(context: Context) -> torch.dtype:
-    """The dtype of the target's weights; a network that drafts for the target runs in it, too."""
+    """The dtype of the target's weights. Drafting networks run in the same dtype."""
     return next(p.dtype for p in context.model.parameters() if p.is_floating_point())
 
 
 def embeddings_of(context: Context) -> int:
-    """Number of rows of the target's embedding, which may exceed its vocabulary ``V``."""
+    """Number of rows of the target's embedding. It may exceed the vocabulary size ``V``."""
     return getattr(context.model.get_input_embeddings(), "num_embeddings", context.vocab_size)
 
 
 def tokens_from(sequences: Sequences, start: Tensor, count: int) -> Tensor:
-    """The rows' tokens at `count` positions from `start` ``[B]`` on, ``[B, count]`` int64; arbitrary beyond the ends of a row."""
+    """The rows' tokens at `count` positions from `start` ``[B]`` on, ``[B, count]`` int64. Tokens outside a row are arbitrary."""
     places = start[:, None] + torch.arange(count, device=start.device)
     return sequences.tokens.gather(1, torch.minimum(places, sequences.length[:, None] - 1).clamp(min=0))
 
@@ -233,16 +240,17 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """Base of strategies whose network reads the target's hidden states and fills a tree.
 
-    A derived strategy implements `start`, which returns a :class:`FeatureState` or an object of a subclass of it, and names the layers
-    that its network reads in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
+    A subclass implements `start`, which returns a :class:`FeatureState` or an instance of a subclass of it. It names the layers that
+    its network reads in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
     """
 
     rests = True
     on_device = True
 
     def features(self, state: Any, given: Step | PromptChunk) -> Tensor:
-        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head. A strategy
-        whose network reads layers returns the layers' outputs from ``given.layers``.
+        """The features ``[B, N, F]`` of ``N`` tokens: by default ``given.hidden``, the input of the target's output head.
+
+        A strategy whose network reads layers overrides this, and returns the layers' outputs from ``given.layers``.
         """
         return given.hidden
 

@@ -1,4 +1,4 @@
-"""The texts of a call's rows, indexed on the host and updated after every step, for strategies that look up earlier text."""
+"""Keeps the texts of a call's rows in indexes on the host, for strategies that look up earlier text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..strategy import Sequences
 
 __all__ = ["FollowedText", "TextIndex", "follow_rows"]
 
-#: Number of tokens of the indexed text that are read again, to check that a row still has the same text.
+#: Number of tokens at the end of the indexed text that are read again, to check that a row still holds the same text.
 OVERLAP = 16
 
 
@@ -35,11 +35,11 @@ Text = TypeVar("Text", bound="FollowedText[Any]")
 
 
 class FollowedText(Generic[Index]):
-    """The text of one row, prompt and output, in an index whose type the strategy chooses.
+    """The text of one row, prompt and output. The strategy chooses the type of the index that holds it.
 
     Attributes:
         index: the index that holds the text.
-        prompt: number of the text's tokens that belong to the prompt.
+        prompt: number of prompt tokens in the text.
     """
 
     __slots__ = ("index", "prompt")
@@ -49,7 +49,7 @@ class FollowedText(Generic[Index]):
         self.prompt = 0
 
     def follow(self, tokens: Sequence[int], begin: int) -> None:
-        """Makes `tokens` the text from position `begin` on: keeps the text up to the first difference, and replaces the rest."""
+        """Sets the text from position `begin` on to `tokens`. Keeps the text up to the first difference, and replaces the rest."""
         known = self.index.tokens[begin:]
         same = min(len(known), len(tokens))
         if known[:same] != array("i", tokens[:same]):
@@ -70,10 +70,10 @@ def follow_rows(
     """Updates the rows' texts after a step, and returns for each row whether it has finished.
 
     Args:
-        rows: the text of each row; an entry is replaced if its row holds another text now.
-        sequences: as :meth:`decoders.Strategy.propose` gets them. The host reads them once.
-        append_only: whether texts only grow, so that it suffices to read their ends.
-        another: function that takes the old text of a row that holds another text now, and returns an empty text for the row.
+        rows: the text of each row. An entry is replaced if its row now holds another text.
+        sequences: the argument of :meth:`decoders.Strategy.propose`. The host reads it once.
+        append_only: whether texts only grow. Then it suffices to read their ends.
+        another: called if a row now holds another text. Takes the row's old text, and returns an empty text for the row.
     """
     known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]

@@ -1,9 +1,9 @@
 """Jump-ahead decoding: text that a grammar forces is drafted, so that one step can write several of its tokens.
 
 A schema determines much of the text: quotes, keys, punctuation. If all legal continuations begin with the same bytes, these bytes are
-proposed, as in SGLang's jump-forward decoding (Zheng et al. 2024). SGLang writes the bytes; this strategy drafts them, because the same
-bytes can be split into tokens in several ways, and the target chooses the split. The draft is split into tokens by the row's
-tokenization history: into tokens that the row has used for such text before.
+proposed, as in SGLang's jump-forward decoding (Zheng et al. 2024). SGLang writes the bytes. This strategy only drafts them, because
+the same bytes can be split into tokens in several ways, and the target chooses the split. The draft uses the tokens with which the
+row has written the same text before (its tokenization history).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Grammar(Strategy):
     needs_grammar = True
 
     def start(self, context: Context) -> Forced:
-        if context.guide is None:  # only possible within another strategy: alone, generate requires grammar=
+        if context.guide is None:  # possible only as a part of another strategy; alone, `generate` requires grammar=
             raise UnsupportedError("strategy 'grammar' needs grammar=")
         if context.sequences is not None:
             context.guide.expect(context.sequences)

@@ -1,9 +1,9 @@
 """Lookahead decoding (Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
 
-The target drafts for itself. Its forward pass verifies draft tokens, and runs a *window* beside them: ``W`` columns of a Jacobi
-iteration over the text to come, with the results of the last ``N-1`` rounds (*levels*). The tokens of a column on all levels, and the
-target's next token after them, are an n-gram of ``N`` tokens. A pool stores the n-grams. In each step, up to ``G`` n-grams that begin
-with the row's last token are verified (*candidates*).
+The target drafts for itself. Its forward pass verifies draft tokens, and beside them runs a *window*: a Jacobi iteration over future
+positions, with ``W`` columns. The window keeps the results of the last ``N-1`` rounds, its *levels*. A column's tokens on all levels
+and the target's next token after them form an n-gram of ``N`` tokens. A pool stores these n-grams. In each step, up to ``G`` n-grams
+that begin with the row's last token are verified (*candidates*).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LookaheadSettings(Settings):
     """Shape of the block, which has ``(W + G) · (N - 1)`` nodes, and size of the pool.
 
     Unset values depend on the measured costs of a step: cheaper nodes allow a wider window. Without measured costs the values are
-    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. The default has W above 1, so that the window itself finds
-    n-grams; of the shapes with W above 1, it is among the fastest on the demo target.
+    W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. W is above 1, so that the window itself finds n-grams. Of
+    the shapes with W above 1, this one is among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -60,7 +60,7 @@ class LookaheadSettings(Settings):
 
 
 class BlockShape(NamedTuple):
-    """The number W of the window's columns, the number N of an n-gram's tokens, and the number G of n-grams verified per step."""
+    """W, the number of columns of the window; N, the number of tokens of an n-gram; G, the number of n-grams verified per step."""
 
     window: int
     ngram: int
@@ -69,7 +69,7 @@ class BlockShape(NamedTuple):
 
 #: The default block without measured costs.
 SHAPE = BlockShape(2, 8, 2)
-#: Greatest number of columns, and of candidates, that measured costs can choose: the paper's number for a 7B model.
+#: Greatest number of columns and greatest number of candidates if measured costs choose them. The paper has 15 for a 7B model.
 WIDEST = 15
 
 
@@ -79,9 +79,9 @@ class LookaheadState:
 
     Attributes:
         block: ``[B, (W + G)(N - 1) - 1]`` int64, tokens of the next draft: the window without the root, then the candidates.
-        pool: ``[B, N + 1, C]`` int64: for each of ``C`` entries the ``N`` tokens of its n-gram, and its rank among the n-grams that
-            begin with the same token; see :func:`make_pool`.
-        advance: the compiled update after a step.
+        pool: ``[B, N + 1, C]`` int64: ``C`` n-grams. Each has ``N`` tokens and a rank among the n-grams that begin with the same
+            token. See :func:`make_pool`.
+        advance: the compiled function that updates the state after a step, from :func:`advance_for`.
         shape: the block's shape.
     """
 
@@ -92,7 +92,7 @@ class LookaheadState:
 
 
 class Lookahead(Strategy):
-    """Verifies n-grams that the target itself generated while iterating on the text to come.
+    """Verifies n-grams that the target itself generated in a Jacobi iteration over future positions.
 
     It needs no draft model and no repetition in the text. Each step has ``(W + G) · (N - 1)`` nodes, so it is fast only if a forward
     pass over that many nodes takes little more time than a pass over one.
@@ -115,7 +115,7 @@ class Lookahead(Strategy):
         return LookaheadState(block, pool, advance, shape)
 
     def rebatch(self, state: LookaheadState, rows: Tensor, context: Context) -> LookaheadState:
-        """Rows that stay keep their windows and pools; those of new rows are built from the prompts."""
+        """Rows that stay keep their windows and pools. New rows get windows and pools from their prompts."""
         text, new = context.sequences, rows < 0
         assert text is not None
         state.block, state.pool = state.block[rows.clamp(min=0)], state.pool[rows.clamp(min=0)]
@@ -124,7 +124,7 @@ class Lookahead(Strategy):
         return state
 
     def _first(self, tokens: Tensor, length: Tensor, shape: BlockShape) -> tuple[Tensor, Tensor]:
-        """The first block of the rows, and a pool of their prompts' n-grams. tokens: ``[B, L]``, length: ``[B]``."""
+        """The first block of the rows, and a pool with the n-grams of their prompts. tokens: ``[B, L]``, length: ``[B]``."""
         s: LookaheadSettings = self.settings
         window = first_window(tokens, length, shape.window, shape.ngram)
         # No more n-grams than the pool can hold, because `make_pool` compares all pairs.
@@ -145,7 +145,7 @@ class Lookahead(Strategy):
 
 
 def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
-    """The block's shape. Unset settings are chosen by the number of nodes that a step's costs allow: ``N``, then ``W``, then ``G``."""
+    """The block's shape. Unset settings follow from the number of nodes that the costs of a step allow: first N, then W, then G."""
     set_by_hand = settings.window, settings.ngram, settings.candidates
     window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
     if None in set_by_hand and context.costs() is not None:
@@ -163,8 +163,8 @@ def lookahead_block(window: int, ngram: int, candidates: int) -> Topology:
     """The block of a step, ``(W + G) · (N - 1)`` nodes. Nodes of the window are never accepted.
 
     Node ``j·W + i`` is level ``j``, column ``i`` of the window, at position ``i + j`` after the root; the root is level 0, column 0.
-    The node sees the columns up to ``i`` of level 0, and its own column up to level ``j``. The candidates follow the window as branches
-    of the root. The window and the candidates do not see each other.
+    The node sees columns 0 … ``i`` of level 0, and its own column up to level ``j``. The candidates are branches of the root, and
+    come after the window in the block. The window and the candidates do not see each other.
     """
     levels = [(j, i) for j in range(ngram - 1) for i in range(window)]
     extra = tuple((*range(i + 1), *(k * window + i for k in range(1, j))) for j, i in levels)
@@ -200,7 +200,7 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
 
 @lru_cache
 def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., None]:
-    """The function that updates the state after a step. It unrolls loops, so each window and n-gram length has its own function."""
+    """The function that updates the state after a step. There is one for each shape, because compilation unrolls its loops."""
 
     def advance(
         block: Tensor, pool: Tensor, nodes: Tensor, chosen: Tensor, logits: Tensor, tokens: Tensor, length: Tensor,
@@ -214,10 +214,10 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         size = window * (ngram - 1)
         per_key = (block.shape[1] + 1 - size) // (ngram - 1)
         last = slice(size - window, size)
-        # With processors on the host, nodes off the accepted path have no chosen token, and the likeliest token is taken.
+        # If logits processors run on the host, nodes off the accepted path have no chosen token. They get their likeliest token.
         level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
         columns = torch.cat([nodes[:, :size].unflatten(1, (ngram - 1, window)), level[:, None]], 1)  # [B, N, W]
-        # Column 0 counts as the most recent, because it follows the text itself and not predicted tokens.
+        # Column 0 counts as the most recent n-gram, because it follows the text itself and not predicted tokens.
         new, valid = columns, torch.ones_like(level, dtype=torch.bool)
         if keep_output:
             # A step with this strategy's draft alone writes at most N tokens. With merged drafts it may write more, and only the last
@@ -238,7 +238,7 @@ EMPTY = -1
 
 
 def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor:
-    """Returns a pool of the n-grams `new` (:attr:`LookaheadState.pool`). Compares all pairs, in time and memory of order ``M²``.
+    """Returns a pool (:attr:`LookaheadState.pool`) of the n-grams `new`. Compares all pairs of n-grams, in O(M²) time and memory.
 
     Args:
         new: ``[B, n, M]`` int64, ``M`` n-grams of ``n`` tokens, the most recent first. An n-gram's first token is its key.
@@ -266,8 +266,8 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     double = _equal(new, ngrams) & first[:, :, None]  # [B, M, C]
     stood = torch.where(double, slot, capacity).amin(-1)  # [B, M]
 
-    # The rank of an entry grows by one for every new n-gram with its key that was not in front of the entry before. This is a loop
-    # because inductor's code for a sum over the short dimension takes four times as long on the CPU.
+    # A new n-gram raises the rank of each entry with the same key by one, unless the n-gram was already in front of the entry. This
+    # is a loop because inductor's code for a sum over the short dimension takes four times as long on the CPU.
     key, stays = ngrams[:, 0], ngrams[:, 0] != EMPTY
     for m in range(new.shape[2]):
         one = slice(m, m + 1)
@@ -301,8 +301,11 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each n-gram is new (valid, and equal to no earlier n-gram), ``[B, M]`` bool; and the number of earlier new n-grams with
-    its key, ``[B, M]``.
+    """Finds the first occurrence of each n-gram.
+
+    Returns:
+        ``[B, M]`` bool, whether an n-gram is valid and equals no earlier n-gram; and its rank ``[B, M]``, the number of earlier first
+        occurrences with the same key.
     """
     order = torch.arange(new.shape[2], device=new.device)
     earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column before row
@@ -312,7 +315,7 @@ def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """A pool ``[B, N + 1, C]`` of those entries that `alive` marks, in their order; only the first ``C`` (`capacity`) of them."""
+    """A pool ``[B, N + 1, C]`` of the entries that `alive` marks, in their order. Keeps the first ``C`` (`capacity`) of them."""
     target = alive.long().cumsum(1) - 1
     target = torch.where(alive & (target < capacity), target, capacity)  # dropped entries are written to an extra slot
     entries = torch.cat([ngrams, rank[:, None]], 1)

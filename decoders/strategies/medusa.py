@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024): extra heads on the target predict the tokens after the next token; their best tokens form a tree."""
+"""Medusa (Cai et al. 2024): extra heads on the target predict the tokens after the next token. Their best tokens form a tree."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class _State:
         topology: the tree of ``N`` nodes.
         level: ``[N-1]`` int64, the index (from 0) of the head that predicts each node's token.
         rank: ``[N-1]`` int64, the rank of each node's token among its head's tokens.
-        ranks: for each head, number of its best tokens that are computed.
+        ranks: number of best tokens that are computed for each head.
         weights: the heads' weights.
-        lm_head: ``[V, H]``, weight of the target's output head, for heads that have no output projection of their own.
+        lm_head: ``[V, H]``, weight of the target's output head. Heads without an output projection of their own use it.
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
         hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.
-        known: ``[B, 1]`` bool, whether the row's entry of `hidden` is set.
+        known: ``[B, 1]`` bool, whether a row's hidden state is known.
         ahead: ``[K]`` int64, 0 … K-1 for ``K`` heads.
         plan: the call's sampling plan.
         sampling: the call's sampling values; None outside a call.
-        keep_scores: whether drafts have scores, which rejection rules need.
+        keep_scores: whether drafts have scores. Rejection rules need scores.
         predict: :func:`draft_tokens`, compiled.
     """
 
@@ -78,11 +78,11 @@ class _State:
 
 
 class Medusa(Strategy):
-    """Head k = 1 … K predicts the token k places after the next token, from the hidden state from which the next token was chosen. The
-    best tokens of all heads form a tree of fixed shape.
+    """Head k = 1 … K predicts the token k places after the next token. The best tokens of all heads form a tree of fixed shape.
 
-    When sampling, a head drafts the tokens with the largest sums of processed score and noise. The target will draw with the same
-    noise, so it tends to draw the same tokens. The first step of a call has no draft, because no hidden state is known yet.
+    All heads read the hidden state from which the next token was chosen. The first step of a call has no draft, because no hidden
+    state is known yet. When sampling, noise is added to a head's processed scores before its best tokens are taken. The target will
+    draw with the same noise, so it tends to draw the same tokens.
 
     Drafts are exact by default. The paper's typical acceptance, which is lossy, is ``verifier="typical"``.
     """
@@ -129,7 +129,7 @@ class Medusa(Strategy):
         )
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their hidden states; the hidden states of new rows are unknown until their first step."""
+        """Rows that stay keep their hidden states. The hidden states of new rows are unknown until their first step."""
         before = rows.clamp(min=0)
         state.hidden, state.known = state.hidden[before], state.known[before] & (rows >= 0)[:, None]
         state.sampling = context.sampling
@@ -163,8 +163,8 @@ class Medusa(Strategy):
         """The heads for the call's target, in its dtype.
 
         Raises:
-            SettingsError: the heads' hidden size or vocabulary differs from the target's. UnsupportedError: there are no heads, or the
-                strategy drafts for a draft model.
+            SettingsError: the heads' hidden size or vocabulary differs from the target's.
+            UnsupportedError: there are no heads, or the strategy drafts for a draft model.
         """
         if context.level > 0:
             raise UnsupportedError("medusa cannot draft for a draft model: its heads read the target's hidden states")
@@ -176,7 +176,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first paths of a tree, at most `nodes`; a path lists one rank per level. Paths without a parent before them are left out."""
+    """The first paths of a tree, at most `nodes`. A path lists one rank per level. Paths without a chosen parent are left out."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):
@@ -197,7 +197,10 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
 
 
 def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The level and rank of every node, with siblings ranked 0, 1, 2 … without gaps: rejection rules must see every drawn token."""
+    """The level and rank of every node, with ranks changed so that siblings have the ranks 0, 1, 2 … without gaps.
+
+    Rejection rules need this, because they must see every drawn token.
+    """
     children: dict[int, int] = {}
     closed = []
     for parent, (level, _) in zip(topology.parents[1:], picks, strict=True):
@@ -210,11 +213,10 @@ def draft_tokens(
     hidden: Tensor, positions: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: Tensor | None, plan: SamplingPlan,
     sampling: SamplingInputs | None, ranks: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns every head's best tokens, ``[B, K, ranks]`` int64, and the scores ``[B, K, V]`` from which they were drawn, or None if
-    they were not drawn (greedy).
+    """Returns every head's best tokens, ``[B, K, ranks]`` int64, and the scores ``[B, K, V]`` from which they were drawn.
 
-    The draft tokens of a level are the same for every parent, because a head does not know the path. Rejection rules stay exact: the
-    draws of a level are independent of the draws of the levels above.
+    The scores are None if decoding is greedy. The draft tokens of a level are the same for every parent, because a head does not know
+    the path. Rejection rules stay exact: the draws of a level are independent of the draws of the levels above.
 
     Args:
         hidden: ``[B, H]``, the heads' input.

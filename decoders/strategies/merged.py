@@ -39,7 +39,7 @@ class MergedState:
 
     Attributes:
         parts: the state of each part. A part is one of the merged strategies.
-        owned: for each part the range of its draft's nodes in the joint block.
+        owned: for each part, the indices of its draft's nodes in the joint block.
         nodes: greatest number of nodes of the joint block, root included.
         layers: indices of the hidden layers that each part reads.
     """
@@ -51,22 +51,22 @@ class MergedState:
 
 
 def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """The indices of all layers that any part reads, without duplicates. layers: the indices for each part."""
+    """The indices of all layers that the parts read, without duplicates. layers: the indices for each part."""
     return tuple(dict.fromkeys(layer for own in layers for layer in own))
 
 
 def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
-    """Selects the layers `own` from `layers` ``[B, N, T, H]``, the hidden states of the layers `every`; None if `own` is empty."""
+    """Selects the layers `own` from the hidden states `layers` ``[B, N, T, H]`` of the layers `every`. None if `own` is empty."""
     if layers is None or every == own:
         return layers
     return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
 
 
 class Merged(Strategy):
-    """Merges the drafts of several strategies under one root and verifies them together.
+    """Merges the drafts of several strategies under one root. The target verifies them together.
 
-    `observe` of every part is called with the whole joint block, in which the nodes of the part's own draft are moved right after the
-    root, in the draft's order, so that the part can index them.
+    `observe` of every part gets the whole joint block. The nodes of the part's own draft are moved right after the root, in the
+    draft's order, so that the part can index them.
     """
 
     name = "merged"
@@ -160,9 +160,10 @@ class Merged(Strategy):
         return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """How many nodes of `draft` are verified, root included. left: number of nodes left of the joint block's budget, root included.
+        """How many nodes of `draft` are verified, root included. left: number of nodes left in the joint block's budget, root
+        included.
 
-        Nodes that are no draft tokens, such as lookahead's window, cannot be left out, even if they exceed a budget from costs.
+        Nodes that are no draft tokens, such as lookahead's window, are never left out, even if they exceed a budget from costs.
 
         Raises:
             SettingsError: the user has set the budget, and it is too small for the nodes that cannot be left out.
@@ -211,7 +212,11 @@ class Merged(Strategy):
 
 
 def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
-    """Joins trees under one root; returns a :class:`Topology` if all trees are. like: a tensor with the result's rows and device."""
+    """Joins trees under one root. Returns a :class:`Topology` if all trees are topologies.
+
+    Args:
+        like: a tensor with as many rows as the result, and on the same device.
+    """
     fixed = [tree for tree in trees if isinstance(tree, Topology)]
     if len(fixed) == len(trees):
         return functools.reduce(Topology.merge, fixed)
@@ -222,7 +227,7 @@ def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """Returns `step` with the nodes `mine` moved right after the root. Reads no values on the host, so that it can be recorded."""
+    """Returns `step` with the nodes `mine` moved right after the root. The host reads no values, so the step can be recorded."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

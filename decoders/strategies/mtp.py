@@ -44,10 +44,11 @@ class MtpSettings(TreeForms):
 
 
 class Mtp(ReadsFeatures):
-    """MTP layer k reads the hidden states of layer k-1 (layer 0: of the target) and the embedding of the next token, and predicts the
-    token after this next token.
+    """Drafts with the model's layers for multi-token prediction (MTP), one token per layer.
 
-    The layers come from the model's checkpoint, through transformers' ``MtpModel``, or from :func:`use_mtp_layers`.
+    MTP layer k reads the hidden states of layer k-1 (for layer 0: of the target), and the embedding of the next token. It predicts
+    the token after this next token. The layers come from the model's checkpoint, through transformers' ``MtpModel``, or from
+    :func:`use_mtp_layers`.
 
     When sampling, drafts are drawn with the noise that the target will draw with.
     """
@@ -81,9 +82,9 @@ class Mtp(ReadsFeatures):
 class MtpDrafter(FeatureDrafter):
     """The MTP layers, each with its own keys and values.
 
-    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the next token. The last ``k`` slots of the layer
-    are for draft tokens: a node at depth ``d`` of the draft is in slot ``length - 2 - k + d`` of layer ``k``. The layer runs all nodes
-    up to depth ``k``; each node reads the hidden state that layer ``k - 1`` computed for the node's parent.
+    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the next token. The last ``k`` slots of the
+    layer are for draft tokens: a node at depth ``d`` of the draft is in slot ``length - 2 - k + d`` of layer ``k``. The layer runs
+    all nodes up to depth ``k``. Each node reads the hidden state that layer ``k - 1`` computed for the node's parent.
     """
 
     def __init__(self, context: Context, layers: MtpModel, depth: int, children: int, ahead: int) -> None:
@@ -109,7 +110,7 @@ class MtpDrafter(FeatureDrafter):
         for layer in range(self.depth):
             tokens = tokens_from(sequences, base + 1 + layer, count)
             states = self.module(base, tokens, states, layer=layer)
-            # The state of the last slot that reads a committed token; the tokens for later slots have not been drafted yet.
+            # The state of the last slot that reads a committed token. The tokens for later slots have not been drafted yet.
             self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
 
     def first(self) -> Tensor:
@@ -152,7 +153,7 @@ class _SingleLayers(nn.Module):
 
 @functools.cache
 def _with_ready_masks(kind: type) -> type:
-    """A subclass of `kind`, the class of an ``MtpModel``, whose layers use the attention mask of the pass instead of creating masks."""
+    """A subclass of `kind`, a class of ``MtpModel``. Its layers use the attention mask of the pass, instead of creating masks."""
 
     def ready(
         self: Any, layer_idx: int, inputs_embeds: Tensor, mtp_cache: Any, position_ids: Tensor
@@ -162,12 +163,12 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: For each model a pair: the objects from which its layers were prepared, and the prepared layers.
+#: For each model, the prepared layers, and before them the objects from which they were prepared.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
 def single_layers(layers: MtpModel, context: Context) -> nn.Module:
-    """The module that :attr:`Context.module` runs: always the same object for the same layers, dtype and device."""
+    """The module for :attr:`Context.module`. The same layers, dtype and device always give the same object."""
     model, dtype, device = context.model, dtype_of(context), context.device
     alike = matrix_dtype(layers) == dtype and {tensor.device for tensor in layers.layers.parameters()} == {device}
     origin = (layers, model.get_input_embeddings(), dtype, device)
@@ -179,10 +180,10 @@ def single_layers(layers: MtpModel, context: Context) -> nn.Module:
 
 
 def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, torch.dtype] | None) -> MtpModel:
-    """A copy of the object `layers` that uses the embedding and the rotary positions of `model`.
+    """A copy of the object `layers` that uses the embedding and the rotary embedding of `model`.
 
     Args:
-        place: device and dtype to which the layers' own modules are copied; None: the copy shares these modules with `layers`.
+        place: device and dtype to which the layers' own modules are copied. None: the copy shares these modules with `layers`.
     """
     shared = (layers.config, *layers.children())
     twin = copy.deepcopy(layers, {id(part): part for part in shared})
@@ -194,13 +195,13 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
 
 
 def own_children(layers: MtpModel) -> dict[str, nn.Module]:
-    """By name, the modules of an ``MtpModel`` that are not the main model's: the layers, and in some designs the norm after them."""
+    """The modules of an ``MtpModel`` that it does not share with the main model, by name: the layers, and in some designs a norm."""
     tied = ("embed_tokens", "shared_head", "rotary_emb")
     return {name: module for name, module in layers.named_children() if name not in tied}
 
 
 def converted(layers: MtpModel, twin: MtpModel) -> bool:
-    """Whether the copied weights in `twin` still equal the weights of `layers`, which may have been trained since the copy was made."""
+    """Whether the copied weights in `twin` still equal the weights of `layers`. Training changes only the weights of `layers`."""
     modules = [nn.ModuleDict(own_children(model)) for model in (layers, twin)]
     pairs = zip(*(module.parameters() for module in modules), strict=True)
     return all(torch.equal(own.to(other), other) for own, other in pairs)
@@ -212,7 +213,7 @@ def matrix_dtype(layers: MtpModel) -> torch.dtype:
 
 
 def use_mtp_layers(model: PreTrainedModel, layers: MtpModel | None) -> None:
-    """Sets the `layers`, built or trained by the caller, with which ``strategy="mtp"`` drafts for `model`; None removes them.
+    """Lets ``strategy="mtp"`` draft for `model` with `layers` that you have built or trained. None removes them again.
 
     The layers use the model's embedding and output head. If their dtype or device differs from the model's, a copy is used. Without a
     call of this function, the layers are read once from the model's checkpoint.

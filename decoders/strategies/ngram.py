@@ -1,8 +1,8 @@
 """N-gram drafting: the likeliest followers of the last two tokens, as in the lowest stage of Spector & Ré (2023).
 
-A follower is a token that came after the context earlier. Stupid back-off (Brants et al. 2007) scores it by the longest context that it
-followed. In the draft tree, only the likeliest node of each depth is expanded, as in "Accelerating LLM Inference with Staged
-Speculative Decoding" (arXiv 2308.04623).
+A follower of a context is a token that came after it earlier. Stupid back-off (Brants et al. 2007) scores a follower by the longest
+context that it followed. In the draft tree, only the likeliest node of each depth is expanded, as in "Accelerating LLM Inference with
+Staged Speculative Decoding" (arXiv 2308.04623).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class NgramState:
 
     Attributes:
         predict: :func:`mini_tree`, compiled if the call is compiled.
-        scratch: ``[B, V]`` int32, memory for counting equal tokens; every entry is written before it is read.
+        scratch: ``[B, V]`` int32, memory for counting equal tokens. Every entry is written before it is read.
         table: tensors of the saved table, four for each length of n-grams (:class:`~.ngram_table.NgramOrder`).
-        texts: the rows' texts with their counts, for steps on the host; empty if every step counts anew, in tensors.
+        texts: the rows' texts with their counts, for steps on the host. Empty if every step counts anew, in tensors.
         append_only: whether the rows' texts only grow.
     """
 
@@ -84,8 +84,8 @@ class NgramState:
 class Ngram(Strategy):
     """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step updates the counts; in a strategy
-    that drafts for a draft model, this includes removing rejected tokens. Drafts are the same in either case.
+    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step only updates the counts. If it
+    drafts for a draft model, it also removes rejected tokens from them. Drafts are the same in all cases.
     """
 
     name = "ngram"
@@ -131,9 +131,10 @@ class Ngram(Strategy):
 
 @lru_cache
 def spine(widths: tuple[int, ...]) -> Topology:
-    """The tree in which the first node of each depth is expanded: ``(3, 2)`` has parents ``-1, 0, 1, 0, 0, 1``.
+    """The tree in which only the first node of each depth has children. The widths ``(3, 2)`` give the parents ``-1, 0, 1, 0, 0, 1``.
 
-    Nodes with children come first. Their slots, and the bits of their keys and values, are then the same as in plain decoding.
+    The first node of each depth comes before all other nodes. These nodes then have the slots of plain decoding, and the same bits in
+    their keys and values.
     """
     siblings = [depth for depth, width in enumerate(widths) for _ in range(width - 1)]
     return Topology.from_parents([NO_PARENT, *range(len(widths)), *siblings])
@@ -143,9 +144,9 @@ def mini_tree(
     tokens: Tensor, length: Tensor, widths: tuple[int, ...], max_ngram: int, text_weight: int, scratch: Tensor,
     *table: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The likeliest followers, arranged as the nodes of :func:`spine`, and each follower's n-gram order, as in :func:`followers`.
+    """Returns the likeliest followers, in the order of the nodes of :func:`spine`, and the order of each (see :func:`followers`).
 
-    Both are ``[B, sum(widths)]`` int64. All depths compile to one graph, because calling a graph per depth would take longer.
+    Both are ``[B, sum(widths)]`` int64. All depths compile to one graph, because calling one graph for each depth would take longer.
     """
     slots = length[:, None] - 1 - torch.arange(max_ngram - 1, device=tokens.device)[None]
     context = torch.where(slots >= 0, tokens.gather(1, slots.clamp(min=0)), -1)
@@ -167,13 +168,13 @@ def followers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
-    The order ``n`` of a follower is the greatest number for which it has followed the ``n`` most recent tokens of `context`. Its score
-    is its share among all followers of these ``n`` tokens, times 0.4 for each further token of `context`. Among equal scores, followers
-    in the text come first, the latest first; then followers found only in the table: those of a higher order first, then in the
-    table's order.
+    The order ``n`` of a follower is the length of the longest context that it followed: the ``n`` most recent tokens of `context`.
+    Its score is its share among all followers of these ``n`` tokens, times 0.4 for each further token of `context`. Among equal
+    scores, followers in the text come first, the latest first. Then come followers found only in the table, by descending order, then
+    as in the table.
 
     Args:
-        tokens: ``[B, L]`` int64, the rows, with ids below V.
+        tokens: ``[B, L]`` int64, the rows' token ids, less than V.
         length: ``[B]`` int64, number of valid tokens per row.
         context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where a row is too short.
         text_weight: weight of an occurrence in the text relative to one in the table.
@@ -181,15 +182,15 @@ def followers(
         table: the tensors of every :class:`~decoders.strategies.ngram_table.NgramOrder`, the lowest order first.
 
     Returns:
-        the followers, ``[B, width]`` int64, best first, all different, -1 if there are fewer; `context` with the best follower as its
-        most recent token; and the order of each follower, ``[B, width]``.
+        the followers, ``[B, width]`` int64, best first, without duplicates, padded with -1; the next context, which begins with the
+        best follower; and the order of each follower, ``[B, width]``.
     """
     slots = tokens.shape[1]
     inside = torch.arange(slots, device=tokens.device)[None] < length[:, None]
     last = [context[:, k : k + 1] for k in range(context.shape[1])]
     matches = [inside]
     for back, token in enumerate(last, 1):
-        # earlier[p] = tokens[p - back]. Before the start it is -2, which equals neither a token nor a missing token, -1.
+        # earlier[p] = tokens[p - back]. Before the start it is -2, which differs from all tokens and from -1 for a missing token.
         earlier = pad(tokens, (back, 0), value=-2)[:, :slots]
         matches.append(matches[-1] & (earlier == token))
     entries = _entries(table, last, length[:, None], scratch.shape[1])
@@ -200,16 +201,15 @@ def followers(
 def _entries(
     table: tuple[Tensor, ...], context: list[Tensor], like: Tensor, vocab_size: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The table's entries for `context`, one per order: followers and counts ``[B, C]``, and the total ``[B, 1]`` of all counts.
+    """The table's entries for `context`, one for each order: followers ``[B, C]``, their counts ``[B, C]``, and the total ``[B, 1]``.
 
-    If the context is not in the table, followers are -1 and counts 0.
+    If the context is not in the table, the followers are -1 and the counts 0.
     """
     counts_by_order = []
     for n in range(len(table) // 4):
         keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
-        key = context_key(
-            context[:n], vocab_size, like
-        )  # the key is negative if the text is too short; a table has no negative keys
+        # The key is negative if the text is too short. A table has no negative keys.
+        key = context_key(context[:n], vocab_size, like)
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
         row = at[:, 0]
@@ -227,25 +227,24 @@ def _ranked(
     text: Tensor, matches: list[Tensor], entries: list[tuple[Tensor, Tensor, Tensor]], width: int, text_weight: int,
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The best followers of each row, ``[B, width]``, best first, -1 if there are fewer; and each follower's highest order.
+    """The best followers of each row, ``[B, width]``, best first, padded with -1; and each follower's highest order.
 
     Args:
         text: ``[B, L]`` int64.
-        matches: for each order ``[B, L]`` bool, whether a token of the text follows the context of this order.
-        entries: for each order the table's entries, from :func:`_entries`.
+        matches: a ``[B, L]`` bool tensor for each order: whether a token of the text follows the context of this order.
+        entries: the table's entries for each order, from :func:`_entries`.
     """
-    # The candidates, with repetitions: the table's followers, then the text's tokens. Among equal scores the later candidate wins.
+    # The candidates, with duplicates: the table's followers, then the text's tokens. Among equal scores the later candidate wins.
     tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
-    # Counts equal tokens at one of their slots: whichever this assignment keeps. Only entries written here are read, so `scratch` need
-    # not be cleared. In compiled code this assignment works in place, while scatter_ would copy all of `scratch`.
+    # Equal tokens are counted at one of their slots: the one that this assignment keeps. Only entries written here are read, so
+    # `scratch` need not be cleared. In compiled code this assignment works in place, while scatter_ would copy all of `scratch`.
     scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
     place = scratch.gather(1, tokens).long()
     score = torch.zeros_like(tokens, dtype=torch.float64)
     order = torch.zeros_like(tokens)
-    eligible = torch.zeros_like(
-        tokens, dtype=torch.bool
-    )  # whether, in this slot, the token follows the longest context that it follows anywhere
+    # Whether the token, in this slot, follows the longest context that it follows in any slot.
+    eligible = torch.zeros_like(tokens, dtype=torch.bool)
     for n, matched in enumerate(matches):
         # Sums of integers in float64 are exact in any order, so every device finds the same ties.
         own = matched.double() * text_weight
@@ -259,7 +258,7 @@ def _ranked(
         score = torch.where(count > 0, count / total, BACK_OFF * score)
         eligible = torch.where(count > 0, weight > 0, eligible)
         order = torch.where(count > 0, n, order)
-    # An integer that orders candidates by score and then by slot. A token gets the largest integer of its slots.
+    # An integer that sorts candidates by score and then by slot. A token gets the largest integer of its slots.
     worth = torch.where(eligible, (score * 2.0**SCORE_BITS).long() * tokens.shape[1] + slot, -1)
     worth = torch.full_like(worth, -1).scatter_reduce_(1, place, worth, "amax")
     best = pad(worth, (0, width), value=-1).topk(width, 1).values

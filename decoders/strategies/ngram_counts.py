@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 #: Factor on a follower's score for each token by which its context is shorter (stupid back-off).
 BACK_OFF = 0.4
-#: Number of bits of a score that comparisons use; further bits may differ by rounding.
+#: Scores are compared by this number of bits, because further bits may differ by rounding.
 SCORE_BITS = 40
 
 
@@ -16,9 +16,9 @@ class _Followers:
     """The followers of one context.
 
     Attributes:
-        slots: for each token that followed the context, the slots of this token after the context, in ascending order.
-        total: number of slots of all tokens.
-        most: largest number of slots that any token has had so far.
+        slots: for each token that followed the context, the slots in which it did so, in ascending order.
+        total: number of slots of all tokens together.
+        most: largest number of slots that a single token has had so far.
     """
 
     __slots__ = ("most", "slots", "total")
@@ -32,7 +32,7 @@ class RankedFollower(NamedTuple):
     """A token with the longest context that it followed. Ranked followers compare by their score, then by their slot.
 
     Attributes:
-        score: in units of ``2 ** -SCORE_BITS``.
+        score: the token's score, in units of ``2 ** -SCORE_BITS``.
         slot: the last slot in which the token followed this context.
         token: the token's id.
         order: number of tokens in this context.
@@ -58,7 +58,7 @@ class NgramCounts:
     def __init__(self, max_ngram: int) -> None:
         self.tokens = array("i")
         self._orders: list[dict[tuple[int, ...], _Followers]] = [{} for _ in range(max_ngram)]
-        # For each frequency the tokens that occur so often, the latest token last; None if it must be computed again.
+        # For each frequency, the tokens that occur so often, the latest token last. None if this must be computed again.
         self._by_count: dict[int, dict[int, None]] | None = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -118,9 +118,9 @@ class NgramCounts:
     def followers(self, context: tuple[int, ...], width: int) -> list[RankedFollower]:
         """The likeliest followers of a context, at most `width`, best first.
 
-        A follower's score refers to the longest suffix of `context` that it followed: its share of the followers of this suffix, times
-        :data:`BACK_OFF` for each token by which the suffix is shorter than ``max_ngram - 1`` tokens. Among equal scores, the follower
-        that came latest in the text is first.
+        A follower is scored by the longest suffix of `context` that it followed. Its score is its share of this suffix's followers,
+        times :data:`BACK_OFF` for each token by which the suffix is shorter than ``max_ngram - 1`` tokens. Among equal scores, the
+        follower that came latest in the text is first.
         """
         longest = len(self._orders) - 1
         best: list[RankedFollower] = []

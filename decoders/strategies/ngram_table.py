@@ -31,7 +31,7 @@ class NgramOrder(NamedTuple):
         keys: ``[K]`` int64, the contexts in ascending order (:func:`context_key`).
         followers: ``[K, C]`` int32, token ids; -1 if a context has fewer followers.
         counts: ``[K, C]`` int32, number of times that each follower occurred; 0 where there is no follower.
-        totals: ``[K]`` int64, number of times that any token followed, dropped followers included.
+        totals: ``[K]`` int64, number of times that each context was followed by a token, including followers that are not stored.
     """
 
     keys: Tensor
@@ -45,7 +45,7 @@ class NgramTable:
     """A table of n-gram counts.
 
     Attributes:
-        orders: the counts of unigrams, of bigrams and so on, up to the longest n-grams.
+        orders: the counts of unigrams, bigrams and so on, up to the longest n-grams.
         vocab_size: size ``V`` of the vocabulary.
         tokens: number of counted tokens.
         source: description of the text.
@@ -90,10 +90,11 @@ class NgramTable:
         return NgramTable(tuple(orders), vocab_size, int(orders[0].totals.sum()), source)
 
     def save(self, path: Path) -> None:
-        """Writes the table to the file `path`, which is replaced atomically: tables loaded before keep the old file's contents.
+        """Writes the table to the file `path`. The file is replaced atomically, so tables loaded before keep the old file's contents.
 
         Raises:
-            SettingsError: `path` is no regular file. OSError: it cannot be written.
+            SettingsError: `path` is no regular file.
+            OSError: the file cannot be written.
         """
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
@@ -105,7 +106,7 @@ class NgramTable:
         draft.replace(target)
 
     def dump(self) -> bytes:
-        """The table as bytes in the format safetensors, with its description in the metadata."""
+        """The table as bytes in the safetensors format, with its description in the metadata."""
         tensors = {
             f"{n}.{k}": tensor for n, order in enumerate(self.orders, 1) for k, tensor in order._asdict().items()
         }
@@ -168,7 +169,7 @@ class NgramTable:
 
 
 def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Tensor:
-    """The key of a context of any length: a number whose digits in base `vocab_size` are the tokens, the most recent token last.
+    """The key of a context: its tokens are the digits of a number in base `vocab_size`, the most recent token last.
 
     Args:
         context: tensors of the shape of `like`, the most recent token first; empty for unigrams.
@@ -180,7 +181,7 @@ def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Ten
 
 
 def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[NgramOrder, ...]:
-    """Returns the table in `path`: its orders, with tensors on `device`. The file is read once, and again if it changes.
+    """Returns the orders of the table in `path`, with tensors on `device`. The file is read once, and again if it changes.
 
     Raises:
         SettingsError: the file is missing, or the table is for another vocabulary.
@@ -211,7 +212,12 @@ def _placed(path: Path, mtime_ns: int, size: int, device: torch.device) -> tuple
 
 
 def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> NgramOrder:
-    """Counts n-grams of one length. keys, tokens: ``[T]``, every n-gram's context key and follower. followers: greatest number kept."""
+    """Counts n-grams of one length.
+
+    Args:
+        keys, tokens: ``[T]``, the context key and the follower of every n-gram.
+        followers: greatest number of followers that are kept per context.
+    """
     grams, counts = torch.unique(keys * vocab_size + tokens, return_counts=True)
     contexts, size = torch.unique_consecutive(grams // vocab_size, return_counts=True)
     row = torch.arange(contexts.numel()).repeat_interleave(size)
@@ -234,15 +240,15 @@ def train_table(
     temperature: float = 1.0, seed: int = 0, followers: int = 16, source: str = "",
     on_progress: Callable[[int], None] = lambda counted: None, **options: Any,
 ) -> NgramTable:  # fmt: skip
-    """Samples texts from `model` after `prompts`, and counts their n-grams. Tokens of prompts are context only, and not counted.
+    """Samples continuations of `prompts` from `model`, and counts their n-grams. Prompt tokens serve as context, but are not counted.
 
-    The counts follow the model's own distribution, which a drafter has to predict.
+    The counts follow the model's own distribution, because this is what a drafter has to predict.
 
     Args:
         model: enabled by :func:`decoders.enable`.
         prompts: token ids of each prompt; every batch draws `rows` prompts.
         tokens: number of tokens to count.
-        rows: number of texts sampled together; the last batch has only as many as are still needed.
+        rows: number of texts sampled together. The last batch has only as many texts as are still needed.
         length: greatest number of tokens to sample after each prompt.
         on_progress: called after each batch with the number of tokens sampled so far.
         options: further arguments of ``generate``.

@@ -42,8 +42,8 @@ class PromptLookupSettings(Settings):
 class PromptLookup(Strategy):
     """Finds the longest suffix of the row that occurred before in prompt or output, and proposes what followed its latest occurrence.
 
-    Each further branch of the draft proposes what followed the next best occurrence whose next token begins no earlier branch.
-    A continuation that reaches the end of the row is repeated periodically, so that drafts in periodic text have their full length.
+    Each further branch of the draft proposes what followed the next best occurrence. All branches begin with different tokens. A
+    continuation that reaches the end of the row is repeated periodically, so that drafts in periodic text have their full length.
     """
 
     name = "prompt_lookup"
@@ -69,7 +69,7 @@ class PromptLookup(Strategy):
 def continuations(
     tokens: Tensor, length: Tensor, max_ngram: int, min_ngram: int, count: int, branches: int
 ) -> tuple[Tensor, Tensor]:
-    """Looks up the end of every row in the row itself, and returns the tokens that followed.
+    """Finds earlier occurrences of each row's last tokens in the row, and returns the tokens that followed there.
 
     Args:
         tokens: ``[B, L]`` int64.
@@ -78,8 +78,8 @@ def continuations(
         count: number of tokens per branch.
 
     Returns:
-        the continuations ``[B, branches, count]`` int64, ``-1`` for branches without a match; and for every token of them the length
-        of its branch's match, ``[B, branches * count]`` int64, 0 if there is none.
+        the continuations ``[B, branches, count]`` int64, ``-1`` for branches without a match; and for every token the length of its
+        branch's match, ``[B, branches * count]`` int64, 0 for branches without a match.
     """
     rows, slots = tokens.shape
     end = torch.arange(slots, device=tokens.device)[None]  # candidate position of the suffix's last token

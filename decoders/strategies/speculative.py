@@ -19,7 +19,8 @@ from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import GRADE_RATES, DraftTree, StaticTree, TreeForm, TreeSettings, grades_of, shape_of
 from .text_drafter import TextDrafter
 
-#: A draft model with at least this share of the target's tokens splits texts much as the target does, so it drafts tokens, not strings.
+#: A draft model that has at least this share of the target's tokens drafts tokens, not strings. It splits texts much as the target
+#: does.
 NEARLY_ALL = 0.98
 
 
@@ -54,7 +55,7 @@ class ShapeSettings(TreeSettings):
 
 
 class SpeculativeSettings(ShapeSettings, DraftModelSettings):
-    """The length and the shape of drafts, and how a draft model drafts whose vocabulary is not the target's."""
+    """The length and the shape of drafts, and how a draft model with another vocabulary drafts."""
 
     alignment: Literal["auto", "tokens", "strings"] = Field(
         "auto",
@@ -74,8 +75,9 @@ class _State:
         lengths: ``[B]`` int64, number of tokens to draft in each row, with the heuristic schedule.
         own_nodes: number of nodes in the last draft, root included.
         limit: greatest number of tokens of the next draft, from :meth:`Speculative.limit`; None for no limit.
-        other: both vocabularies if they differ; None if they are equal or there are no tokenizers to compare.
-        mask: the mask token of a draft model that drafts a chain in one pass over masks; None if it drafts token by token.
+        other: the vocabularies of target and draft model if they differ; None if they are equal or there are no tokenizers to
+            compare.
+        mask: the mask token, if the draft model drafts a chain in one pass over masks; None if it drafts token by token.
     """
 
     drafter: Drafter | TextDrafter
@@ -93,7 +95,7 @@ class Speculative(DraftModelStrategy):
     When sampling with the coupled verifier, the draft model draws with the noise that the target will draw with (Daliri et al. 2024).
     Draft model and target then mostly draw the same token. With other verifiers the draft model draws with different noise.
 
-    A draft model whose config has a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes, one over the
+    A draft model whose config has a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes: one over the
     committed tokens and one over mask tokens. It drafts trees level by level, and in calls with a grammar it drafts token by token.
     """
 
@@ -126,7 +128,7 @@ class Speculative(DraftModelStrategy):
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        # Masks work for chains only, and a grammar must know each draft token before the next token is drafted.
+        # Masks work for chains only. They do not work with a grammar, which must know each draft token before the next is drafted.
         mask = drafter.mask_token if tree is None and context.guide is None else None
         if tree is not None and tree.least_children > drafter.children:
             raise SettingsError(
@@ -221,7 +223,7 @@ class Speculative(DraftModelStrategy):
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
-    """The continuations at places 1 … `length` - 1 of a chain (from 0), which a PARD draft model computes in one pass over masks."""
+    """The continuations at places 1 … `length` - 1 (from 0) of a chain. A PARD draft model computes them in one pass over masks."""
     if length == 1:
         return []
     rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)

@@ -59,7 +59,7 @@ class _State:
         collect: :func:`collect`, compiled.
         leaves: :func:`path_with_leaves`, compiled.
         fixed: the tree's shape if it is the same in every step, else None.
-        nodes: greatest number of nodes of a tree whose shape varies, root excluded.
+        nodes: greatest number of nodes of a tree of varying shape, root excluded.
         own_nodes: number of nodes in the last draft, root included.
     """
 
@@ -72,11 +72,11 @@ class _State:
 
 
 class Staged(DraftModelStrategy):
-    """The draft model decodes speculatively, too, with any strategy as its drafter. One pass of the draft model then yields several
-    tokens, so that drafts are longer at equal cost.
+    """The draft model itself decodes speculatively, with any strategy as its drafter.
 
-    The tokens that the draft model chooses form a path. At every node of the path, the draft model's next best tokens, which the same
-    passes compute, become leaves. The target verifies the likeliest nodes of path and leaves, as many as the setting ``nodes`` allows.
+    One pass of the draft model then yields several tokens, so that drafts are longer at equal cost. The tokens that the draft model
+    chooses form a path. At every node of the path, the draft model's next best tokens become leaves. The same passes compute them.
+    The target verifies the likeliest nodes of path and leaves, as many as the setting ``nodes`` allows.
     """
 
     name = "staged"
@@ -89,7 +89,8 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
         nodes = draft_budget(context.costs, s.nodes, NODES)
-        # Without the coupled verifier, drawn tokens must not decide which nodes get leaves, so all nodes get the same number.
+        # Without the coupled verifier, drawn tokens must not decide which nodes get leaves. So all nodes get the same number of
+        # leaves.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
         children, fixed = drafter.children, None  # fewer children if the vocabulary is smaller
@@ -139,8 +140,8 @@ class Staged(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        # Of the accepted nodes, only a leaf can be in another slot than its position's. An accepted leaf is the last accepted node,
-        # which the draft model reads again anyway.
+        # Only a leaf can be in another slot than that of its position. If a leaf is accepted, it is the last accepted node, which the
+        # draft model reads again anyway.
         state.drafter.observe(step, state.own_nodes)
 
 
@@ -148,14 +149,15 @@ def collect(
     path: Tensor, emitted: Tensor, written: Tensor, tokens: Tensor, weights: Tensor, scores: Tensor | None,
     all_tokens: Tensor, all_weights: Tensor, all_scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Adds the continuations along a pass's accepted path to the continuations of earlier passes, and returns all of them.
+    """Adds the continuations along the accepted path of a pass to those of earlier passes, and returns all of them.
 
     Args:
         path: ``[B, n]``, the accepted node at each depth of the pass's block.
         emitted: ``[B]``, number of tokens that this pass has appended.
         written: ``[B]``, number of tokens that the earlier passes have appended.
-        tokens, weights: ``[B, n, C]``, scores: ``[B, n, V]``, the continuations of all nodes of the pass.
-        all_tokens, all_weights: ``[B, L+1, C]``, all_scores: ``[B, L+1, V]``, collected so far; place ``L`` is for discarded entries.
+        tokens, weights, scores: ``[B, n, C]``, ``[B, n, C]`` and ``[B, n, V]``, the continuations of all nodes of the pass.
+        all_tokens, all_weights, all_scores: ``[B, L+1, C]``, ``[B, L+1, C]`` and ``[B, L+1, V]``, the continuations of earlier
+            passes. Index ``L`` is for discarded entries.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
@@ -170,11 +172,12 @@ def collect(
 
 
 def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the likeliest nodes, at most `nodes`, of a path and its leaves, and returns the result of :func:`best_nodes`.
+    """Selects the likeliest nodes of a path and its leaves, at most `nodes`. Returns their tree as :func:`best_nodes` does.
 
     Args:
         path: ``[B, L]``, the path's tokens, -1 after its end.
-        tokens, weights: ``[B, L+1, C]``, at each depth the path's node, then its siblings, the leaves; the last depth is not read.
+        tokens, weights: ``[B, L+1, C]``, at each depth the path's node, then the leaves, which are its siblings. Depth ``L`` is not
+            read.
         depth: an upper bound of the number of levels, see :func:`best_nodes`.
     """
     rows, length = path.shape
@@ -182,7 +185,7 @@ def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, 
     tokens = torch.cat([path[..., None], tokens[:, :-1, 1:]], dim=2)
     weights = torch.where(path[..., None] >= 0, weights[:, :-1], float("-inf"))
     reached = torch.nn.functional.pad(weights[:, :-1, 0].cumsum(1), (1, 0))
-    # For each level the index, among the flattened nodes, of the path's node one level up: the parent of all nodes of the level.
+    # All nodes of a level have the same parent: the path's node one level up. This is its index among the flattened nodes.
     above = torch.arange(length, device=path.device) * children - children
     parents = torch.where(above < 0, -1, above)[:, None].expand(length, children).reshape(1, -1).expand(rows, -1)
     return best_nodes(

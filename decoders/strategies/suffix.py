@@ -1,7 +1,7 @@
-"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the row's end earlier, in this call or a former one.
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): drafts what followed the row's last tokens earlier, in this or other calls.
 
-As in the paper's section 4.1, the end of the row is looked up in an index of earlier text, a tree of the continuations is expanded
-greedily by their frequencies, and a longer match gives a longer draft.
+As in the paper's section 4.1, the row's last tokens are looked up in an index of earlier text. A tree of the continuations is
+expanded greedily by their frequencies. A longer match gives a longer draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .suffix_index import DraftedNode, RowText, expand, path_first
 
 
 class SuffixSettings(Settings):
-    """Matches, the size of drafts, and the remembered texts."""
+    """The length of matches, the size of drafts, and the texts that are searched."""
 
     alpha: float = Field(
         4.0,
@@ -72,8 +72,8 @@ class _State:
         matches: number of drafts that came from a match.
         matched: total number of tokens in these matches.
         drafted: total number of tokens in these drafts.
-        used: ids (numbers in `memory`) of the outputs of earlier calls that had a match.
-        used_given: ids (numbers in `given`) of the user's texts that had a match.
+        used: ids in `memory` of the outputs that had a match.
+        used_given: ids in `given` of the user's texts that had a match.
     """
 
     rows: list[RowText]
@@ -88,14 +88,14 @@ class _State:
 
 
 class Suffix(Strategy):
-    """Looks up the end of the row in the row itself, in outputs of earlier calls, and in texts given to :func:`decoders.remember`, and
-    drafts the tree of the tokens that followed.
+    """Looks up the row's last tokens in earlier text, and drafts a tree of the tokens that followed there.
 
-    A shorter match has more occurrences. Every length ``p`` of the match gives a tree of at most ``alpha * p`` nodes (the paper's
-    MAX_SPEC), and the tree with the best score, the sum of its nodes' probabilities, is drafted. A continuation that reaches the end
-    of the row is repeated periodically, so that drafts in periodic text have their full length.
+    Earlier text is the row itself, the outputs of earlier calls, and the texts given to :func:`decoders.remember`. A shorter match
+    has more occurrences. Every length ``p`` of the match gives a tree of at most ``alpha * p`` nodes (the paper's MAX_SPEC). The
+    score of a tree is the sum of its nodes' probabilities. The tree with the best score is drafted. A continuation that reaches the
+    end of the row is repeated periodically, so that drafts in periodic text have their full length.
 
-    All work is done on the host; the search for a row takes 10 to 30 microseconds.
+    All work is done on the host. The search for a row takes 10 to 30 microseconds.
     """
 
     name = "suffix"
@@ -136,7 +136,7 @@ class Suffix(Strategy):
             _read(state, step.sequences)
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their texts; the outputs of rows that left are added to the remembered outputs."""
+        """Rows that stay keep their texts. The outputs of rows that left are added to the remembered outputs."""
         before, places = state.rows, rows.tolist()
         state.rows = [before[place] if place >= 0 else RowText() for place in places]
         if state.append_only:
@@ -165,7 +165,7 @@ class Suffix(Strategy):
         best_score, best_length = 0.0, 0
         for count, match in enumerate(matches, 1):
             if count < len(matches) and matches[count].length == match.length:
-                continue  # the next occurrence has the same match length and belongs to the same tree
+                continue  # the next match is equally long and belongs to the same tree
             most = min(int(s.alpha * match.length) or 1, s.nodes)
             if most <= best_score:
                 break  # a node adds at most 1 to the score
@@ -175,15 +175,16 @@ class Suffix(Strategy):
         if best:
             state.matches, state.matched = state.matches + 1, state.matched + best_length
             state.drafted += len(best)
-        if (
-            len(state.rows) == 1
-        ):  # with several rows the draft may be cut to its first nodes, so the likeliest stay in front
+        # With several rows the draft may be cut to its first nodes, so the likeliest nodes stay in front.
+        if len(state.rows) == 1:
             best = path_first(best)
         return best, [_grade(best_length, node) for node in best]
 
     def _matches(self, state: _State, row: RowText) -> list[_Match]:
-        """The occurrences of the row's end, the longest matches first. Equally long matches are ordered by source: the row itself, then
-        outputs of earlier calls, then the user's texts; within a source the latest occurrence is first.
+        """The earlier occurrences of the row's last tokens, the longest matches first.
+
+        Equally long matches are sorted by source: the row itself, outputs of earlier calls, the user's texts. Within a source the
+        latest occurrence is first.
         """
         s: SuffixSettings = self.settings
         own = row.index
@@ -208,14 +209,19 @@ class Suffix(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """An earlier occurrence of the row's end. length: number of matching tokens. continuation: the tokens that followed."""
+    """An earlier occurrence of the row's last tokens.
+
+    Attributes:
+        length: number of matching tokens.
+        continuation: the tokens that followed there.
+    """
 
     length: int
     continuation: array[int]
 
 
 def _continued(text: ChainedText, end: int, most: int) -> array[int]:
-    """The `most` tokens that follow index `end` in a row's own text; if the text has fewer, they are repeated periodically."""
+    """The `most` tokens that follow index `end` in a row's own text. If the text has fewer, they are repeated periodically."""
     following = text.tokens[end + 1 : end + 1 + most]
     if len(following) < most:
         following = (following * (most // len(following) + 1))[:most]
@@ -223,8 +229,10 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 
 
 def _grade(length: int, node: DraftedNode) -> int:
-    """The grade of a draft token: by the match's length (1, 2-3, 4-7, 8-15, more), then by the share of the parent's occurrences that
-    continue with the token: less than a half; at least a half, or a single occurrence; all of several occurrences.
+    """The grade of a draft token, 0 … 17: three grades for each class of match lengths (1, 2-3, 4-7, 8-15, more).
+
+    Within a class, the grade depends on the share of the parent's occurrences that continue with the token. First grade: less than a
+    half. Second: at least a half, or a single occurrence. Third: all of several occurrences.
     """
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed
@@ -241,7 +249,7 @@ def _read(state: _State, sequences: Sequences) -> list[bool]:
 
 
 def _draft(trees: Sequence[tuple[list[DraftedNode], list[int]]]) -> Draft:
-    """Puts the rows' trees into one draft, in which smaller trees are padded."""
+    """Puts the rows' trees into one draft. Smaller trees are padded."""
     width = max(len(nodes) for nodes, _ in trees)
     tokens, grades, parents, chains = [], [], [], True
     for nodes, own in trees:

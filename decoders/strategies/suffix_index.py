@@ -1,4 +1,4 @@
-"""For suffix decoding: the rows' indexed texts, and draft trees of the tokens that followed earlier occurrences of a text's end."""
+"""Parts of suffix decoding: the indexed text of a row, and draft trees of the tokens that followed earlier occurrences."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..text_memory import ChainedText
 from .followed_text import FollowedText
 
-#: Number of prompt tokens that are remembered in front of an output: the end of a later prompt can match them, and the first draft is
-#: then the output's beginning.
+#: An output is remembered together with this number of prompt tokens before it. If a later prompt ends with them, its first draft is
+#: the beginning of the output.
 LEAD = 16
 
 
@@ -29,14 +29,14 @@ class DraftedNode(NamedTuple):
 
 
 def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> tuple[list[DraftedNode], float]:
-    """The likeliest nodes, at most `most`, of the tree that the continuations of a match form (greedy expansion, as in the paper).
+    """Builds the tree of a match's continuations by greedy expansion, as in the paper, with at most `most` nodes.
 
     Args:
         continuations: the tokens that followed each occurrence, the latest occurrence first.
         least: probability below which nodes are left out.
 
     Returns:
-        the nodes, each after its parent, with parent 0 for the root; and the score, the sum of the nodes' probabilities.
+        the likeliest nodes, each after its parent (0 is the root); and the tree's score, the sum of its nodes' probabilities.
     """
     first = continuations[0][:most]
     if all(c[:most] == first for c in continuations[1:]):  # true for a single occurrence, too
@@ -58,11 +58,11 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
 def path_first(nodes: Sequence[DraftedNode]) -> list[DraftedNode]:
     """Reorders the tree `nodes` so that its likeliest path comes first.
 
-    Each token of the path then has the slot that plain decoding would give it. The token's keys and values have the same bits as in
-    plain decoding, and an accepted token need not be run again.
+    Each token of the path then has the slot that plain decoding would give it, so its keys and values have the same bits as in plain
+    decoding. If the token is accepted, it need not be run again.
 
     Args:
-        nodes: sorted so that a likelier node comes before its siblings, as :func:`expand` returns them.
+        nodes: from :func:`expand`, so that the likeliest node comes before its siblings.
     """
     path = [0]
     for number, node in enumerate(nodes, 1):
@@ -79,7 +79,7 @@ _Open = tuple[float, int, int, float, Sequence[Sequence[int]], int]
 def _children(
     continuations: Sequence[Sequence[int]], depth: int, parent: int, probability: float, least: float
 ) -> list[_Open]:
-    """A node's children as tuples for `waiting` in :func:`expand`: the likeliest first; equally likely children, the latest first."""
+    """A node's children as tuples for `waiting` in :func:`expand`, the likeliest first, and among equally likely ones the latest."""
     groups: dict[int, list[Sequence[int]]] = {}
     for continuation in continuations:
         if len(continuation) > depth:
@@ -103,6 +103,6 @@ class RowText(FollowedText[ChainedText]):
         super().__init__(ChainedText())
 
     def output(self) -> array[int]:
-        """The last :data:`LEAD` tokens of the prompt, followed by the generated tokens; empty if nothing was generated."""
+        """The last :data:`LEAD` tokens of the prompt, followed by the generated tokens. Empty if nothing was generated."""
         text = self.index.tokens
         return text[max(self.prompt - LEAD, 0) :] if len(text) > self.prompt else array("i")

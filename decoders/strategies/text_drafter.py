@@ -1,9 +1,9 @@
-"""Drafting *text* with a draft model that shares few tokens with the target: string-level alignment, as in transformers' universal
-assisted decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact match).
+"""Drafts *text* with a draft model that shares few tokens with the target (string-level alignment).
 
-The committed text is encoded in the draft model's tokens, the draft model continues it greedily, and the continuation is encoded in the
-target's tokens. Each step encodes only the end of the text again. The draft is a chain without probabilities, as in prompt lookup. If a
-draft is split into other tokens than the target would choose, fewer tokens are accepted, but the output does not change.
+transformers' universal assisted decoding and Timor et al. 2025 (arXiv 2502.05202, string-level exact match) do the same. The
+committed text is encoded in the draft model's tokens. The draft model continues it greedily, and the continuation is encoded in the
+target's tokens. Each step encodes only the end of the text again. The draft is a chain without probabilities, as in prompt lookup.
+The target may split the same text into other tokens. Then fewer draft tokens are accepted, but the output does not change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TranslatedText:
         tokens: the target's tokens read so far.
         text: the bytes of `tokens`.
         ids: the same text in the draft model's tokens.
-        valid: number of tokens, from the start of `ids`, that have keys and values in the draft model's cache.
+        valid: number of tokens at the start of `ids` that have keys and values in the draft model's cache.
     """
 
     def __init__(self, own: Vocabulary, other: Vocabulary, begin: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class TranslatedText:
         """Appends committed tokens of the target to `tokens` and `text`, and encodes the end of `ids` again."""
         self.tokens += tokens
         self.text += self.own.spell(tokens)
-        # The last tokens may end within a character, and the tokenizer may join them with the text after them.
+        # The last tokens are encoded again, because they may end within a character, or be joined with the new text.
         first = self._boundary(max(len(self.ids) - LOOKBEHIND - ANCHOR, self._begin))
         start = self._ends[first - 1] if first else 0
         new = self.other.encoded(self.text[start:])
@@ -77,7 +77,7 @@ class TranslatedText:
         return self.text[self._ends[-1] if self._ends else 0 :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens for the text of the draft model's tokens `drafted`; empty if this text does not begin with `pending`."""
+        """The target's tokens for the text of the draft model's tokens `drafted`. Empty if the text does not begin with `pending`."""
         text = b""
         for token in drafted:
             piece = self.other.tokens[token]
@@ -98,21 +98,24 @@ class TranslatedText:
             if size == len(before):
                 return tokens[count:]
             size += len(self.own.tokens[token] or b"")
-        return self.own.encoded(
-            text
-        )  # a token spans the border of committed and drafted text, so the drafted text is encoded alone
+        # A token spans the border of committed and drafted text, so the drafted text is encoded alone.
+        return self.own.encoded(text)
 
     def _boundary(self, place: int) -> int:
-        """The last index in `ids`, at most `place`, at which a token begins with a new character (not inside a character)."""
+        """The greatest index in `ids`, at most `place`, whose token does not begin inside a character."""
         while place > self._begin and self.text[self._ends[place - 1]] in _CONTINUATION:
             place -= 1
         return place
 
     def _meeting(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
-        """A token border that the old and the new encoding of the text's end share: its index in `ids`, and its index in the new
-        tokens, whose text begins where the text of ``ids[first]`` begins.
+        """Finds a token border that the old and the new encoding of the text's end have in common.
 
-        ends: where each new token ends in `text`. If no border is shared, the result is ``first, 0``.
+        Args:
+            first: index in `ids` of the first token that was encoded again.
+            ends: for each new token, where it ends in `text`.
+
+        Returns:
+            the number of tokens of `ids` and the number of new tokens before the border; ``first, 0`` if there is no common border.
         """
         old = {end: place + 1 for place, end in enumerate(self._ends) if place >= first}
         for place, end in enumerate(ends):
@@ -123,7 +126,7 @@ class TranslatedText:
 
 
 class TextDrafter:
-    """Drafts text in a call, with a draft model whose vocabulary differs from the target's.
+    """Drafts text during a call, with a draft model that has another vocabulary than the target.
 
     Args:
         context: the call's context.
@@ -152,13 +155,13 @@ class TextDrafter:
         return self.module.passes
 
     def draft(self, sequences: Sequences, length: int) -> Draft:
-        """Drafts `length` tokens of the draft model, and returns their text as a chain of the target's tokens. Waits for the device."""
+        """Drafts `length` tokens with the draft model. Returns their text as a chain of the target's tokens. Waits for the device."""
         known = sequences.read()
         first = min(len(row.tokens) for row in self.rows)
         for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):
             if end > len(row.tokens):
                 row.read(written[len(row.tokens) - first :])
-        # A token of the target may be many tokens of the draft model, so rows may exceed the draft model's cache; they get no draft.
+        # A token of the target may be many tokens of the draft model. Rows that exceed the draft model's cache get no draft.
         open_rows = [
             not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
             for row, ended in zip(self.rows, known.finished, strict=True)
@@ -187,7 +190,8 @@ class TextDrafter:
         starts = [max(len(row.ids) - width, 0) for row in rows]
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
-        # Only the logits after each row's last token are needed. If no row is shorter than the pass, all of them end with it.
+        # Only the logits after each row's last token are needed. If no row is shorter than the pass, these are at the pass's last
+        # node.
         even = all(len(row.ids) >= width for row in rows)
         best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)
@@ -201,7 +205,7 @@ class TextDrafter:
         return torch.cat(drafted, dim=1)
 
     def _window(self, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """The inputs of a pass: the first slot of every row, ``[B]``, and its tokens, ``[B, count]``, arbitrary after a row's end."""
+        """The inputs of a pass: every row's first slot ``[B]`` and tokens ``[B, count]``. Tokens after a row's end are arbitrary."""
         ids = [row.ids[start : start + count] for row, start in zip(self.rows, starts, strict=True)]
         padded = [[*some, *[0] * (count - len(some))] for some in ids]
         return torch.tensor(list(starts), device=self.device), torch.tensor(padded, device=self.device)
@@ -212,7 +216,7 @@ class _LikeliestTokens(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = copy.copy(model)  # the copy shares the modules; the model object itself can be freed
+        self.model = copy.copy(model)  # the copy shares the modules, so the model object itself can be freed
         vars(self.model).pop("generate", None)
         self.cache_keyword = cache_keyword(self.model)
         config = model.config.get_text_config(decoder=True)
@@ -221,7 +225,7 @@ class _LikeliestTokens(nn.Module):
     def forward(
         self, tokens: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, last: bool = False
     ) -> Tensor:  # fmt: skip
-        """The likeliest next token after every node, ``[B, N]`` int64; with `last`, after the last node only, ``[B, 1]``."""
+        """The likeliest next token after every node, ``[B, N]`` int64. With `last`, only after the last node, ``[B, 1]``."""
         logits = self.model(
             input_ids=tokens, attention_mask=attention_mask, position_ids=position_ids.clamp(max=self.positions - 1),
             use_cache=True, logits_to_keep=1 if last else 0, **{self.cache_keyword: cache},
@@ -233,7 +237,7 @@ _made_ready: weakref.WeakKeyDictionary[PreTrainedModel, nn.Module] = weakref.Wea
 
 
 def likeliest_tokens(model: PreTrainedModel) -> nn.Module:
-    """The module that :attr:`Context.module` runs: always the same object for the same model."""
+    """The module for :attr:`Context.module`. The same model always gives the same object."""
     if model not in _made_ready:
         _made_ready[model] = _LikeliestTokens(model)
     return _made_ready[model]

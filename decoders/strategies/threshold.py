@@ -1,4 +1,4 @@
-"""Drafting as long as the draft's probability stays above a threshold (vgel 2023, "How to make LLMs go fast")."""
+"""Drafts as long as the draft's probability stays above a threshold (vgel 2023, "How to make LLMs go fast")."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Default of a draft's greatest number of tokens: LENGTH if the costs of a step were not measured, else at most MOST_LENGTH.
+#: Default maximum number of tokens of a draft. LENGTH if the costs of a step have not been measured. Otherwise the costs choose it,
+#: up to MOST_LENGTH.
 LENGTH, MOST_LENGTH = 16, 32
-#: If reading the device is a sync, the host reads once per draft, after one of these numbers of passes.
+#: On devices other than a CPU, the host reads values once per draft, after one of these numbers of passes, because it has to wait.
 BUCKETS = (2, 4, 8, 16, 32)
 
 
@@ -81,8 +82,8 @@ class _State:
         calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
         length: greatest number of tokens of a draft.
-        waits: whether reading the device is a sync. If it is, the host reads once per draft.
-        bucket: number of passes before the host reads the device, one of :data:`BUCKETS`.
+        waits: whether the host has to wait when it reads the device's values (not on a CPU). If so, it reads them once per draft.
+        bucket: number of passes before the host reads values, one of :data:`BUCKETS`.
         weights: ``[B, n]``, cumulative log-probability of each node of the last draft.
         draft: the last draft.
     """
@@ -99,10 +100,10 @@ class _State:
 
 
 class Threshold(DraftModelStrategy):
-    """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold. The token at which the product falls
-    below the threshold is still proposed. In a tree, a node is expanded if its cumulative probability is above the threshold.
+    """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold.
 
-    Every row has its own threshold, which is adapted after every step.
+    The token at which the product falls below the threshold is still proposed. In a tree, a node is expanded if its cumulative
+    probability is above the threshold. Every row has its own threshold. It is adapted after every step.
     """
 
     name = "threshold"
@@ -126,7 +127,7 @@ class Threshold(DraftModelStrategy):
         return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
-        """Rows that stay keep their thresholds; new rows begin with the setting `threshold`."""
+        """Rows that stay keep their thresholds. New rows begin with the setting `threshold`."""
         s: ThresholdSettings = self.settings
         state.threshold = torch.where(rows >= 0, state.threshold[rows.clamp(min=0)], s.threshold)
         if state.calibration is not None:
@@ -189,14 +190,15 @@ class Threshold(DraftModelStrategy):
 
     @staticmethod
     def _kept(products: Tensor, floor: Tensor) -> Tensor:
-        """Which tokens are proposed, ``[B, n]`` bool: those before which no product is below `floor`; both are given as logarithms."""
+        """Which tokens are proposed, ``[B, n]`` bool: those before which no product is below `floor`. The arguments are logarithms."""
         above = (products >= floor[:, None]).long().cumprod(1)
         return torch.nn.functional.pad(above, (1, -1), value=1).bool()
 
 
 def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
-    """The cumulative probability of each row's first rejected draft token, ``[B]`` float32: in a tree, of the last accepted node's
-    likeliest child. -1 if this node has no child, because the draft was accepted to its end. weights: log-probabilities.
+    """The cumulative probability of each row's first rejected draft token, ``[B]`` float32. -1 if the draft was accepted to its end.
+
+    In a tree, this token is the likeliest child of the last accepted node. weights: cumulative log-probabilities.
     """
     end = step.path.gather(1, step.accepted[:, None])  # [B, 1]
     tree = draft.topology
@@ -206,7 +208,7 @@ def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
     return torch.where(draft_tokens, weights.exp(), -1.0).amax(1)
 
 
-#: Number of last steps that are averaged, and least number of steps before averages are used.
+#: Averages are taken over the last WINDOW steps, and are used after ENOUGH steps.
 WINDOW, ENOUGH = 32, 3
 
 
@@ -214,12 +216,12 @@ class CalibratedThreshold:
     """Finds the threshold on a draft token's probability that maximizes tokens per second.
 
     One more draft token takes ``c`` seconds to draft (a pass of the draft model) and ``v`` seconds to verify (another node), both per
-    row. It brings ``P`` tokens on average, the probability that it is accepted. A second is worth ``R`` tokens, the present rate. To
-    maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. Because a draft model may be over-
-    or underconfident, ``P`` is the product of its probabilities along the draft, times the measured ratio of accepted to expected
-    tokens.
+    row. It is accepted with probability ``P``, so it brings ``P`` tokens on average. The present rate is ``R`` tokens per second. To
+    maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. ``P`` is the product of the draft
+    model's probabilities along the draft, times the measured ratio of accepted to expected tokens. The ratio corrects a draft model
+    that is over- or underconfident.
 
-    Measured times differ between runs, so the number of steps may differ; the tokens do not.
+    Measured times differ between runs, so the number of steps may differ. The tokens do not.
     """
 
     def __init__(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -243,10 +245,10 @@ class CalibratedThreshold:
         self._passes = passes
 
     def threshold(self, step: Step, expected: Tensor | None) -> float | None:
-        """Updates the measurements and returns the new threshold, a probability; None if there are too few measurements yet.
+        """Updates the measurements and returns the new threshold, a probability. None if there are too few measurements yet.
 
         Args:
-            expected: sum of the cumulative probabilities of a chain's draft tokens; None: probabilities are used without correction.
+            expected: sum of the cumulative probabilities of a chain's draft tokens. None: probabilities are used without correction.
         """
         now = self._clock()
         if self._first:  # the first step may include compilation

@@ -57,11 +57,11 @@ class _State:
     """The state of a call.
 
     Attributes:
-        matrix: ``[V+1, k+1]`` int32; row ``t`` holds the ``k`` likeliest successors of token ``t``, then one grade for all of them; row
-            ``V`` is for "no token".
+        matrix: ``[V+1, k+1]`` int32. Row ``t`` holds the ``k`` likeliest successors of token ``t``, then one grade for all of them.
+            Row ``V`` is for "no token".
         topology: the tree.
-        ranks: for each draft token its rank among its parent's successors.
-        levels, parents: the tree as :func:`fill` takes it: its :data:`Levels`, and the parents of the draft tokens.
+        ranks: for each draft token, its rank among its parent's successors.
+        levels, parents: the tree as arguments of :func:`fill`: its :data:`Levels`, and the parents of the draft tokens.
         fill, learn: :func:`fill` and :func:`learn`, compiled.
     """
 
@@ -78,7 +78,7 @@ class TokenRecycling(Strategy):
     """Stores a matrix with the ``k`` likeliest successors of every token, and fills a static tree from it, level by level.
 
     A token's successors come from the target's logits at the latest node with this token, whether the node was accepted or not. All
-    rows, and later calls on the model, share one matrix. In addition to the paper, draft tokens are graded by the margin between the
+    rows, and later calls on the model, share one matrix. Unlike in the paper, draft tokens are graded: by the difference between the
     logits of the best two successors.
     """
 
@@ -86,13 +86,8 @@ class TokenRecycling(Strategy):
     summary = "Proposes, as a static tree, the tokens that the target found likely when it last read the same tokens."
     settings_class = TokenRecyclingSettings
     on_device = True
-    grade_rates = (
-        0.45,
-        0.6,
-        0.7,
-        0.75,
-        0.6,
-    )  # by the margin between the logits; the last grade is for successors from prompts
+    # By the difference between the logits. The last grade is for successors from prompts.
+    grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)
     rests = True
     rows_apart = False
     misses_steps = True
@@ -144,7 +139,7 @@ class TokenRecycling(Strategy):
 
 
 def _verified(step: Step) -> list[tuple[int, int, int]]:
-    """``(worth, place, token)`` of every node with logits: its depth (0 if not accepted), the index of its logits, and its token."""
+    """``(worth, place, token)`` of every node that has logits: its depth (0 if rejected), the index of its logits, and its token."""
     nodes: list[tuple[int, int, int]] = []
     parts = (part.tolist() for part in (step.nodes, step.path, step.accepted, step.emitted))
     for row, (tokens, path, accepted, emitted) in enumerate(zip(*parts, strict=True)):
@@ -157,7 +152,7 @@ def _verified(step: Step) -> list[tuple[int, int, int]]:
 
 
 def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) -> Levels:
-    """The :data:`Levels` of a tree. ranks: for each draft token its rank among its parent's successors."""
+    """The :data:`Levels` of a tree. ranks: for each draft token, its rank among its parent's successors."""
     levels, before = [], [0]
     for depth in range(1, topology.max_depth + 1):
         nodes = [node for node in range(1, len(topology)) if topology.offsets[node] == depth]
@@ -167,17 +162,18 @@ def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) ->
     return levels
 
 
-#: The grade of a token's successors is the difference between the logits of the best two, rounded down, at most SUREST. Successors from
-#: prompts, for which there are no logits, have the grade FOLLOWED.
+#: The grade of a token's successors is the difference between the logits of the best two, rounded down, at most SUREST. For
+#: successors from prompts there are no logits. They have the grade FOLLOWED.
 SUREST, FOLLOWED = 3, 4
 
-#: For each level of a tree: the indices of its nodes' parents in the level before, and its nodes' ranks, int64.
+#: For each level of a tree two int64 tensors: the indices of the nodes' parents in the level before, and the nodes' ranks.
 Levels = list[tuple[Tensor, Tensor]]
 
 
 def fill(matrix: Tensor, last: Tensor, levels: Levels, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """The tree's draft tokens, level by level, and their grades, both ``[B, N-1]`` int64. A token is -1 if its parent has too few
-    successors.
+    """The tree's draft tokens, level by level, and their grades, both ``[B, N-1]`` int64.
+
+    A token is -1 if its parent has too few successors.
 
     Args:
         last: ``[B, 1]`` int64, the rows' last tokens.
@@ -218,8 +214,8 @@ def filled(
 def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     """Writes the likeliest successors of all `nodes` into `matrix`, in place.
 
-    Of the nodes with the same token, only the node with the largest `worth` is used; of several with this `worth`, the last. So each
-    row of the matrix is written once, and every device writes the same values.
+    If several nodes have the same token, the node with the largest `worth` is used, and among equal nodes the last. So each row of
+    the matrix is written once, and every device writes the same values.
 
     Args:
         nodes: ``[B, N]`` int64, tokens of the nodes, -1 for nodes that are ignored.
@@ -241,7 +237,7 @@ def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
 
 
 def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: Tensor) -> None:
-    """As :func:`learn`, but on the host.
+    """Writes the likeliest successors of `nodes` into `matrix`, as :func:`learn` does, but on the host.
 
     Args:
         nodes: ``(worth, place, token)`` of each node; its logits are ``logits[place]``.

@@ -1,4 +1,4 @@
-"""For authors of strategies, verifiers and grammar backends: the conformance kit and tiny models of many designs.
+"""The conformance kit for authors of strategies, verifiers and grammar backends, and tiny models of many designs.
 
 For example::
 
@@ -7,7 +7,7 @@ For example::
     check_verifier(MyVerifier())
     check_backend(MyGrammarBackend())
 
-Needs torch and transformers only; :func:`parametrize_with_checks` also needs pytest.
+It needs only torch and transformers. :func:`parametrize_with_checks` also needs pytest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the conformance kit. Each check is a function that raises AssertionError with the reason."""
+"""Checks of the conformance kit. Each check is a function. If it fails, it raises an AssertionError that gives the reason."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _automaton(seed: int, *stops: int) -> TokenAutomaton:
 
 
 def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The class has a name and a summary, its methods take what the loop passes, and its declarations (``exact``, ``hints`` …) have
-    the right types.
+    """The class has a name and a summary. Its methods take what the loop passes. Its declarations (``exact``, ``hints`` …) have the
+    right types.
     """
     check_registrable(STRATEGY, type(strategy))
     check_traits(strategy, type(strategy).__name__)
@@ -45,7 +45,7 @@ def check_class(strategy: Strategy, conditions: Conditions = Conditions()) -> No
 
 
 def check_settings(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Settings are frozen, described and JSON-safe, and refuse unknown names."""
+    """Settings are frozen, have descriptions, survive JSON, and reject unknown names."""
     cls, settings = strategy.settings_class, strategy.settings
     assert isinstance(settings, cls), f"settings are a {type(settings).__name__}, not a {cls.__name__}"
     assert cls.model_config.get("frozen"), f"{cls.__name__} must be frozen"
@@ -85,7 +85,7 @@ def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Every draft of a real call keeps the contract of :class:`~decoders.Draft`: shapes, dtypes, tokens and tree are valid.
 
-    Hooks must not write to the loop's tensors, not even beyond a row's length. They must not change the strategy's instance, its
+    Hooks must not write to the loop's tensors, not even after a row's end. They must not change the strategy's instance, its
     settings, or the state of the process (random states, default dtype, grad mode).
     """
     for name, rows, options in conditions.combinations(({}, dict(do_sample=True, **DRAWS[0]))):
@@ -94,8 +94,10 @@ def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that claims ``on_device`` can be recorded as a CUDA graph: its hooks do not wait for the device, use no data of the
-    host, and use the same shapes and tensors in every step. If hooks are replayed instead of called, drafts are the same.
+    """A strategy that claims ``on_device`` can be recorded as a CUDA graph.
+
+    Its hooks do not wait for the device, use no data of the host, and use the same shapes and tensors in every step. If hooks are
+    replayed instead of called, drafts are the same.
     """
     if not strategy.on_device:
         return
@@ -103,7 +105,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     eager = replace(conditions, compile=False)
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model, as_recorded():
-        # Not checked: in the first call on a model, hooks may make tensors from host data.
+        # The first call on a model is not checked, because its hooks may make tensors from host data.
         run(model, name, strategy, inputs, eager, max_new_tokens=2)
         try:
             run(model, name, spied(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
@@ -140,7 +142,7 @@ def check_one_new_token(strategy: Strategy, conditions: Conditions = Conditions(
 
 
 def check_report(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """The report names the strategy, its figures add up, and the strategy's details can be written as JSON."""
+    """The report names the strategy, the report's figures add up, and the strategy's details can be written as JSON."""
     for rows in (1, 4):
         name, inputs = conditions.models[0], prompts(rows)
         with conditions.enabled(name) as model:
@@ -176,7 +178,7 @@ def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions 
     """Greedy output equals transformers' own, for one row and for a left-padded batch of unequal rows."""
     for (m, name), (r, rows) in itertools.product(enumerate(conditions.models), enumerate((1, 4))):
         if (m + r) % 2 and len(conditions.models) > 1 and not conditions.thorough:
-            continue  # the checks of rows that end early, and of end tokens, cover these combinations
+            continue  # check_finished_rows_idle and check_end_token_inside_a_draft cover these combinations
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
             run_alike(model, name, strategy, inputs, conditions, f"{type(model).__name__}, greedy, batch {rows}")
@@ -209,7 +211,7 @@ def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditi
 
 
 def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """An end-of-sequence token ends a row, even if the draft tokens after it are right, too."""
+    """An end-of-sequence token ends a row, even if the draft tokens after it are also right."""
     for turn, name in enumerate(conditions.models):
         inputs = prompts(1)
         start = inputs["input_ids"].shape[1]
@@ -230,7 +232,7 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
 
 
 def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """With a grammar, the tokens equal those of plain decoding with this grammar. Rows have different grammars; one row has none."""
+    """With a grammar, the tokens equal the tokens of plain decoding with it. Rows have different grammars, and one row has none."""
     stops = [5, 9]
     for seed, draw in ((1, {}), (2, dict(do_sample=True, **DRAWS[0]))):
         name, inputs = conditions.models[0], prompts(4)

@@ -1,4 +1,4 @@
-"""Checks of a strategy that is part of a merged strategy, that is left out of steps, or whose rows join and leave in a scheduler."""
+"""Checks of a strategy as a part of a merged strategy, when it is left out of steps, and when rows join and leave in a scheduler."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import Spy, spied
 
-#: Strategies that need no model and are often right. The first of them that the checked strategy does not contain is its partner.
+#: Strategies that need no model and are often right. A strategy is merged with the first of them that it does not contain.
 PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 
 def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """As first or last part of a merged strategy, the strategy passes the checks of ``Spy``, and the tokens stay the same, also if
-    the joint tree has no room for most of its draft.
+    """As first or last part of a merged strategy, the strategy passes the checks of ``Spy``, and the tokens stay the same.
+
+    This also holds if the joint tree has no room for most of its draft.
     """
     parts = parts_of(strategy) or (strategy,)
     free = [name for name in PARTNERS if name not in {part.name for part in parts}]
@@ -49,10 +50,10 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Wraps `inner`, which proposes in only the first two of every four steps.
+    """Wraps `inner`, and asks it for a draft only in the first two of every four steps.
 
-    It drafts, in step 1, the first half of the draft of `inner`; in step 2, nothing; in step 3, a token that is not from `inner`; in
-    step 4, nothing.
+    Step 1: drafts the first half of the draft of `inner`. Step 2: drafts nothing. Step 3: drafts a token that is not from `inner`.
+    Step 4: drafts nothing.
     """
 
     name = "resting"
@@ -92,9 +93,7 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests`, or observes nothing, writes the same tokens if left out of steps or shown others' drafts, as in
-    ``auto``.
-    """
+    """A strategy that `rests` or observes nothing writes the same tokens if it misses steps or observes other drafts (``auto``)."""
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)
@@ -108,16 +107,16 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
         run_alike(model, name, strategy, inputs, eager, what, max_new_tokens=16, decoders_config=loop)
 
 
-#: Number of new tokens of each request, so that requests end at different times, and waiting requests take their rows.
+#: Number of new tokens of each request. Requests end at different times, and waiting requests then take their rows.
 NEW_TOKENS = (6, 17, 3, 12, 9)
-#: Share of drafts that may differ by rounding, because nearly equal candidates of a head may change their order.
+#: This share of drafts may differ, because rounding can change the order of nearly equal candidates of a head.
 ROUNDINGS = 0.2
 
 
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Five requests are decoded two at a time; when one ends, the next joins. Each request writes the tokens that it writes alone.
+    """Five requests are decoded two at a time. When one ends, the next joins. Each request writes the tokens that it writes alone.
 
-    This shows that the state that `rebatch` keeps belongs to the right rows. (The default `rebatch` keeps no state, but calls `start`.)
+    This shows that `rebatch` keeps state for the right rows. (The default `rebatch` keeps no state, but calls `start`.)
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
     texts = _rows_of(inputs)
@@ -138,11 +137,11 @@ def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditio
 
 
 def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A row drafts the same tokens in a batch as alone. If :meth:`~decoders.strategy.Strategy.rebatch` keeps the row's state, the row
-    also drafts the same tokens beside requests that join and leave.
+    """A row drafts the same tokens in a batch as alone.
 
-    Checks of tokens do not find a mix-up of rows, because verification corrects the output. Strategies that are `timed`, or whose rows
-    are not :attr:`~decoders.strategy.Strategy.rows_apart`, are not checked.
+    If :meth:`~decoders.strategy.Strategy.rebatch` keeps the row's state, the row also drafts the same tokens beside requests that
+    join and leave. Checks of output tokens do not find mixed-up rows, because verification corrects the output. Strategies that are
+    `timed` or not :attr:`~decoders.strategy.Strategy.rows_apart` are not checked.
     """
     if strategy.timed or not strategy.rows_apart:
         return
@@ -173,7 +172,7 @@ def _come_and_go(
     texts: Sequence[dict[str, Tensor]],
     do_sample: bool,
 ) -> list[Tensor]:
-    """The outputs for `texts`, which are decoded two at a time up to :data:`NEW_TOKENS`. options: the result of :func:`needs`."""
+    """Decodes `texts` two at a time, up to :data:`NEW_TOKENS`, and returns the outputs. options: the result of :func:`needs`."""
     loop = {"compile": False, "prune": False, "memory": False}
     with Scheduler(model, strategy=strategy, rows=2, decoders_config=loop, **options) as scheduler:
         requests = [
@@ -186,7 +185,7 @@ def _come_and_go(
 
 
 def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """For each text of an unfinished row in a logged step, the draft after this text, as the set of paths in its tree."""
+    """All logged drafts of unfinished rows, by the text before the draft. A draft is the set of paths in its tree."""
     return {
         text: _paths(log.draft, row)
         for log in spy.seen
@@ -205,7 +204,7 @@ def _paths(draft: Draft, row: int) -> frozenset[tuple[int, ...]]:
 
 
 def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], Any], where: str) -> None:
-    """Raises AssertionError if, after equal texts, more drafts differ than rounding in a batch can explain."""
+    """Compares the drafts after equal texts. Raises AssertionError if more of them differ than rounding in a batch can explain."""
     common = [text for text in together if text in alone and len(together[text] | alone[text]) > 1]
     differ = [text for text in common if together[text] != alone[text]]
     if len(differ) > ROUNDINGS * len(common):

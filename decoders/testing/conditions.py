@@ -1,4 +1,4 @@
-"""The conditions of checks: models, numbers of rows, calls with the arguments that a strategy needs, and contexts without a call."""
+"""The conditions of checks: models, numbers of rows, the arguments that a strategy needs in a call, and contexts outside a call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .exactness import assert_same_tokens, decode, reference
 from .models import VOCAB, tiny_draft, tiny_model
 from .toy_grammar import TokenAutomaton
 
-#: Number of new tokens in each call, and in each call of a thorough run.
+#: Number of new tokens in a call: NEW_TOKENS, or MANY_TOKENS in a thorough run.
 NEW_TOKENS, MANY_TOKENS = 16, 32
 
 
@@ -32,8 +32,8 @@ class Conditions:
     Attributes:
         models: names of tiny models, or models of your own.
         compile: whether the loop is compiled.
-        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts; otherwise fewer
-            combinations are tried, in which every pair of values occurs.
+        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts. Otherwise fewer
+            combinations are tried, so that every pair of values occurs.
     """
 
     models: tuple[str | PreTrainedModel, ...] = ("llama", "gemma2")
@@ -46,8 +46,13 @@ class Conditions:
         return MANY_TOKENS if self.thorough else NEW_TOKENS
 
     def combinations(self, kinds: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
-        """Yields model, number of rows and kind of call: all combinations if thorough or with a single model, else half of them, in
-        which every pair of values occurs. kinds: two kinds of call.
+        """Yields combinations of model, number of rows and kind of call.
+
+        Yields all combinations if thorough or with a single model. Otherwise yields half of them, so that every pair of values
+        occurs.
+
+        Args:
+            kinds: two kinds of call.
         """
         for (m, model), (r, rows), (k, kind) in itertools.product(
             enumerate(self.models), enumerate((1, 4)), enumerate(kinds)
@@ -60,7 +65,7 @@ class Conditions:
         """Enables `model` inside the block. Afterwards a model that was not enabled is disabled again.
 
         Raises:
-            AssertionError: the code inside changed the model.
+            AssertionError: the block changed the model.
         """
         given = _tiny(model) if isinstance(model, str) else model
         was_enabled = "generate" in vars(given)
@@ -77,7 +82,7 @@ class Conditions:
 
 
 def _condition(model: PreTrainedModel) -> dict[str, Any]:
-    """The parts of the model's state that a strategy must not change, by their names in error messages."""
+    """The parts of the model's state that a strategy must not change, by the names that error messages use."""
     config = model.generation_config
     return {
         "the mode (train or eval)": [module.training for module in model.modules()],
@@ -152,8 +157,8 @@ def context(
 ) -> Context:  # fmt: skip
     """A :class:`~decoders.Context` for ``Strategy.start`` outside of a call, to test a strategy's proposals.
 
-    Draft models, strategies by name, and the target's embedding and output head exist only in a call: their use raises
-    UnsupportedError. Functions are not compiled. :func:`~decoders.testing.check_strategy` checks the tokens of whole calls.
+    Draft models, strategies by name, and the target's embedding and output head exist only in a call. Outside a call, their use
+    raises UnsupportedError. Functions are not compiled. :func:`~decoders.testing.check_strategy` checks the tokens of whole calls.
 
     Args:
         rows: number of rows ``B``.

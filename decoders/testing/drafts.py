@@ -18,9 +18,9 @@ from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 from .toy_grammar import TokenAutomaton
 
-#: A strategy that drafts fewer tokens than this passes without an accepted token.
+#: A strategy that drafts fewer tokens than this passes even without an accepted token.
 FEWEST_DRAFTED = 64
-#: At least one in this many steps with a draft must have an accepted token.
+#: Of this many steps with a draft, at least one must have an accepted token.
 STEPS_PER_HIT = 50
 #: Periods of the rows' texts, in tokens.
 PERIODS = (1, 2, 3, 5)
@@ -33,7 +33,7 @@ STOP = 1
 def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """At least one in 50 steps with a draft has an accepted token.
 
-    The texts are periodic texts, which grammars force, and the kit's prompts. A strategy that drafts fewer than 64 tokens passes.
+    The texts are the kit's prompts, and periodic texts that grammars force. A strategy that drafts fewer than 64 tokens passes.
     """
     for part in parts_of(strategy):
         check_draft_tokens_are_accepted(part, conditions)
@@ -60,24 +60,26 @@ def check_draft_tokens_are_accepted(strategy: Strategy, conditions: Conditions =
 
 
 def _forever(tokens: list[int]) -> TokenAutomaton:
-    """A grammar that forces one endless text: `tokens`, repeated."""
+    """A grammar that forces `tokens`, repeated without end."""
     states = [{token: 2 + (place + 1) % len(tokens)} for place, token in enumerate(tokens)]
     return TokenAutomaton(states, set(), VOCAB, [STOP])
 
 
-#: Greatest numbers of rows in a batch and of nodes in all rows of a step; number of new tokens of each row.
+#: ROWS: greatest number of rows in a batch. NODES: greatest number of nodes of a step, over all rows. TOKENS: new tokens of each row.
 ROWS, NODES, TOKENS = 256, 4096, 6
 #: Number of bins of equal probability for the chi-square test of the draws.
 BINS = 24
-#: By chance, a result is off by this many standard deviations once in ten million cases.
+#: Greatest accepted deviation, in standard deviations. By chance, it is exceeded once in ten million cases.
 MOST_DEVIATIONS = 5.2
-#: A verifier of chains and trees that uses scores; on a chain it equals "rejection".
+#: A verifier of chains and trees that uses scores. On a chain it equals "rejection".
 VERIFIER = "tree_rejection"
 
 
 def check_draft_scores(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """``Draft.scores`` are float32 ``[B, N-1, V]`` without NaN, draft tokens are drawn from them, and with a verifier that uses them
-    the output follows the target's distribution. Strategies without scores, or that refuse the verifier, pass.
+    """``Draft.scores`` are float32 ``[B, N-1, V]`` without NaN, and draft tokens are drawn from them.
+
+    With a verifier that uses scores, the output follows the target's distribution. Strategies that have no scores, or that do not
+    support the verifier, pass.
     """
     for part in parts_of(strategy):
         check_draft_scores(part, conditions)
@@ -112,8 +114,8 @@ def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     """The quantile of each drawn token in its distribution, ``[draws]``, see :func:`_ranks`.
 
-    Of each level only the children of one node are included: the root, its first child, that child's first child, and so on. Children
-    of other nodes may repeat these draws.
+    Only children of the root, of its first child, of the first child's first child and so on are included. Children of other nodes
+    may repeat these draws.
     """
     draft = seen.draft
     if draft.scores is None:
@@ -138,7 +140,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
         left = own.masked_fill(taken, 0.0)
         left = left / left.sum(-1, keepdim=True)
         mass = left[rows, token.clamp(min=0)]
-        # A token equal to an earlier sibling's, and a token with probability 1, are left out.
+        # Tokens that an earlier sibling also has, and tokens with probability 1, are left out.
         first = counted & ~taken[rows, token.clamp(min=0)]
         assert not (first & (mass == 0)).any(), (
             "a draft token has probability 0 in Draft.scores: it was not drawn from them, and is never accepted"
@@ -152,11 +154,13 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
 
 
 def _ranks(distribution: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """For each token, the total probability of likelier tokens plus a random share of its own probability, ``[…]``. If the token was
-    drawn from `distribution`, this is uniform in 0 … 1.
+    """For each token, the total probability of likelier tokens plus a random share of its own probability, ``[…]``.
+
+    If the tokens were drawn from `distribution`, the result is uniform in 0 … 1.
 
     Args:
-        distribution: ``[…, V]``. tokens: ``[…]`` int64.
+        distribution: ``[…, V]``.
+        tokens: ``[…]`` int64.
     """
     own = distribution.gather(-1, tokens[..., None])
     index = torch.arange(distribution.shape[-1])

@@ -15,9 +15,9 @@ from ..engine.model.modules_compat import hooks_of
 from .models import VOCAB
 from .toy_grammar import Matched, TokenAutomaton
 
-#: If two float32 logits differ by less than this, relative to the largest logit, rounding may decide.
+#: Two float32 logits are a near-tie if their difference, relative to the largest logit, is at most this. Rounding may then decide.
 NEAR_TIE = 1e-5
-#: References are cached only for models with at most this many bytes of weights, because comparing weights takes time, too.
+#: References are cached only for models with at most this many bytes of weights, because comparing weights also takes time.
 MOST_BYTES = 4 * 2**20
 
 
@@ -39,7 +39,7 @@ def prompts(rows: int = 1, length: int = 24, vocab: int = VOCAB, seed: int = 0) 
 
 
 def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
-    """Calls ``model.generate``, greedily unless `options` say otherwise; returns the output. strategy: None: transformers' own loop."""
+    """Calls ``model.generate`` and returns its output. Greedy unless `options` say otherwise. strategy: None for transformers' loop."""
     options = dict(do_sample=False, return_dict_in_generate=True) | options
     if strategy is not None:
         options["strategy"] = strategy
@@ -50,8 +50,8 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = No
 def reference(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
     """The result of :func:`decode`, cached in the process for the same weights, inputs and options.
 
-    Use it for the expected side of a comparison: transformers' own loop, or plain decoding. Results are not cached for models with
-    hooks, for large models, and with options that may have state (processors, streamers).
+    Use it for the expected tokens of a comparison: from transformers' own loop, or from plain decoding. Results are not cached for
+    models with hooks, for large models, and with options that may have state (processors, streamers).
 
     Returns:
         The output object, without its KV cache. All callers share it: do not write to it.
@@ -71,11 +71,11 @@ _references: dict[tuple, Any] = {}
 
 
 class _NotComparable(Exception):
-    """A part of a call cannot be compared with the same part of another call."""
+    """An argument or model of a call cannot be compared with that of another call."""
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple:
-    """A value that is equal for two models only if they write the same texts. Raises _NotComparable if it cannot be computed."""
+    """A value that is equal for two models only if they write the same texts. Raises _NotComparable if there is no such value."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if sum(w.numel() * w.element_size() for w in weights.values()) > MOST_BYTES:
         raise _NotComparable
@@ -92,7 +92,7 @@ def _fingerprint(model: PreTrainedModel) -> tuple:
 
 
 def _frozen(value: Any) -> Any:
-    """A hashable equivalent of plain data and of toy grammars. Raises _NotComparable for everything else."""
+    """A hashable equivalent of `value`, for plain data and toy grammars. Raises _NotComparable for everything else."""
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     if isinstance(value, Tensor):
@@ -111,7 +111,8 @@ def _frozen(value: Any) -> Any:
 def assert_same_tokens(
     model: PreTrainedModel, inputs: dict[str, Tensor], expected: Tensor, actual: Tensor, what: str
 ) -> None:
-    """Raises AssertionError if two outputs differ. The message shows the first different token, and the target's logits of both tokens.
+    """Raises AssertionError if two outputs differ. The message shows the first pair of different tokens, and the target's logits for
+    both.
 
     Args:
         expected, actual: ``[B, P + new]`` sequences, prompts ``[B, P]`` included.

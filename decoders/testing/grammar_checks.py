@@ -1,4 +1,4 @@
-"""Checks of a compiled grammar on random walks: the legal tokens at every position, and how matchers advance and roll back."""
+"""Checks of a compiled grammar on random walks: which tokens are legal at every position, and how matchers advance and roll back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WALKS, STEPS = 4, 10
 
 @dataclass(frozen=True)
 class GrammarCase:
-    """A compiled language, its reference automaton (:mod:`.languages`), and the random generator of walks."""
+    """A compiled language, its reference automaton (:mod:`.languages`), and the random generator for walks."""
 
     grammar: CompiledGrammar
     reference: Reference
@@ -42,7 +42,7 @@ class GrammarCase:
         return legal
 
     def walks(self, count: int = WALKS, steps: int = STEPS) -> Iterator[tuple[Matcher, Hashable, list[int]]]:
-        """Yields, at every position of `count` random walks of at most `steps` tokens, the matcher, the automaton's state and the
+        """Takes `count` random walks of at most `steps` tokens. Yields, at every position, the matcher, the automaton's state and the
         tokens so far.
         """
         for _ in range(count):
@@ -56,7 +56,7 @@ class GrammarCase:
                 yield matcher, state, taken
 
     def choose(self, legal: dict[int, Hashable]) -> tuple[int, Hashable]:
-        """A random legal token and the state after it; long tokens and stop tokens are more likely."""
+        """A random legal token and the state after it. Long tokens and stop tokens are more likely."""
         options = list(legal.items())
         sample = self.chance.sample(options, min(3, len(options)))
         if self.chance.random() < 0.2:
@@ -64,13 +64,13 @@ class GrammarCase:
         return max(sample, key=lambda option: len(self.vocabulary.tokens[option[0]] or b""))
 
     def after(self, taken: Sequence[int]) -> Matcher:
-        """A new matcher, advanced by the tokens `taken`."""
+        """A new matcher that has accepted the tokens `taken`."""
         matcher = self.grammar.start()
         assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
         return matcher
 
     def told(self, tokens: Sequence[int]) -> str:
-        """The tokens and their text, for a message."""
+        """The tokens and their text, for messages."""
         return f"{list(tokens)} {self.vocabulary.spell([t for t in tokens if 0 <= t < len(self.vocabulary)])!r}"
 
 
@@ -78,7 +78,7 @@ Check = Callable[[GrammarCase], None]
 
 
 def mask(matcher: Matcher) -> set[int]:
-    """The tokens in a matcher's mask; bits after the vocabulary's end are ignored."""
+    """The tokens in a matcher's mask. Bits after the end of the vocabulary are ignored."""
     out = torch.full((mask_words(len(matcher.grammar.vocabulary)),), 0x5A5A5A5A, dtype=torch.int32)
     matcher.fill_mask(out)
     bits = np.unpackbits(out.numpy().view(np.uint8), count=len(matcher.grammar.vocabulary), bitorder="little")
@@ -93,12 +93,12 @@ def takes(matcher: Matcher, token: int) -> bool:
 
 
 def observed(matcher: Matcher) -> tuple[object, ...]:
-    """All that a matcher reports about its position."""
+    """Everything that a matcher reports about its position."""
     return mask(matcher), matcher.accepting, matcher.forced_bytes()
 
 
 def check_special_tokens(case: GrammarCase) -> None:
-    """Tokens without text are never legal, except stop tokens at positions at which the text may end."""
+    """Tokens without text are never legal, except stop tokens where the text may end."""
     silent = {token for token, text in enumerate(case.vocabulary.tokens) if text is None}
     for matcher, state, taken in case.walks():
         allowed = set(case.vocabulary.stops) if case.reference.ends(state) else set()
@@ -107,7 +107,7 @@ def check_special_tokens(case: GrammarCase) -> None:
 
 
 def check_masks(case: GrammarCase) -> None:
-    """Masks contain exactly the legal tokens, and advance() accepts exactly these. After the end, masks contain the stop tokens."""
+    """Masks contain exactly the legal tokens, and advance() accepts exactly these tokens. After the end, masks hold the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
         where = f"after {case.told(taken)}"
@@ -124,7 +124,7 @@ def check_masks(case: GrammarCase) -> None:
 
 
 def check_ends(case: GrammarCase) -> None:
-    """There are no dead ends: at every position a token is legal, and every text can be ended."""
+    """There are no dead ends: at every position some token is legal, and the text can be completed."""
     single = case.vocabulary.ids
     for matcher, state, taken in case.walks(steps=2 * STEPS):
         assert mask(matcher), f"after {case.told(taken)}: no token is legal"
@@ -158,7 +158,7 @@ def check_forced(case: GrammarCase) -> None:
         if tokens:
             rest = case.reference.ending(case.reference.after(state, text))
             whole = list(case.vocabulary.encode((text + rest).decode()))
-            # Some tokenizers add a blank in front, or recognize special tokens; the texts then cannot be compared.
+            # Some tokenizers add a blank in front, or recognize special tokens. The texts then cannot be compared.
             if case.vocabulary.spell(whole) != text + rest:
                 continue
             assert whole[: len(tokens)] == tokens, (
@@ -167,7 +167,7 @@ def check_forced(case: GrammarCase) -> None:
 
 
 def check_tables(case: GrammarCase) -> None:
-    """If a grammar has tables, the masks that it finds by state number, and those in its tensors, equal its matcher's masks."""
+    """If a grammar has tables, its masks by state number and the masks in its tensors equal the masks of its matchers."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):
         return
@@ -213,7 +213,7 @@ def check_advance(case: GrammarCase) -> None:
 
 
 def check_rollback(case: GrammarCase) -> None:
-    """rollback() undoes any number of tokens exactly, a stop token included. It raises for more tokens than were accepted."""
+    """rollback() undoes any number of tokens exactly, including a stop token. It raises for more tokens than were accepted."""
     seen: list[tuple[object, ...]] = []
     for matcher, state, taken in case.walks():
         seen[len(taken) :] = [observed(matcher)]
@@ -236,7 +236,7 @@ def check_rollback(case: GrammarCase) -> None:
 
 
 def check_apart(case: GrammarCase) -> None:
-    """Matchers of one grammar, such as the matchers of two rows, are independent."""
+    """Matchers of one grammar, such as the matchers of two rows, do not influence each other."""
     for matcher, state, taken in case.walks():
         before, where = observed(matcher), f"after {case.told(taken)}"
         other = case.after(taken)
@@ -256,7 +256,7 @@ def check_apart(case: GrammarCase) -> None:
 
 
 def check_tree(case: GrammarCase) -> None:
-    """A matcher that is moved from node to node of a tree, as in the loop, reports at each node what a new matcher reports there."""
+    """A matcher that moves from node to node of a tree, as in the loop, reports the same at each node as a new matcher."""
     for matcher, state, taken in case.walks():
         parents, tokens = _tree(case, state, taken)
         before, where = observed(matcher), f"after {case.told(taken)}, parents {parents}, tokens {tokens}"
@@ -290,7 +290,7 @@ def _goes_back_no_further(matcher: Matcher, what: str) -> None:
 
 
 def _tree(case: GrammarCase, state: Hashable, taken: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A random tree: parents and tokens. Some tokens are missing (-1), illegal, without a parent, or after a stop token."""
+    """The parents and tokens of a random tree. Some tokens are missing (-1) or illegal, have no parent, or follow a stop token."""
     parents, tokens = [NO_PARENT], [case.chance.randrange(len(case.vocabulary))]
     states: list[Hashable | None] = [state]
     paths: list[list[int]] = [[]]
@@ -313,7 +313,7 @@ def _tree(case: GrammarCase, state: Hashable, taken: Sequence[int]) -> tuple[lis
 
 
 def _path(parents: Sequence[int], node: int) -> list[int] | None:
-    """The nodes of the path to `node`, without the root; None if the path does not begin at the root."""
+    """The nodes of the path to `node`, without the root. None if the path does not begin at the root."""
     path: list[int] = []
     while node:
         path.insert(0, node)

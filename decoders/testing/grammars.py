@@ -1,7 +1,7 @@
 """The check that every grammar backend must pass: its masks, steps and rollbacks agree with the language.
 
 The languages are small regular languages and a recursive one (:mod:`.languages`), with one token per byte and with merged tokens.
-Along random walks, :mod:`.grammar_checks` compares all that a matcher reports with an automaton that shares no code with backends.
+:mod:`.grammar_checks` compares matchers with an automaton that shares no code with backends, along random walks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_grammar(
 
 
 def _reads(backend: Backend, notation: str) -> bool:
-    """Whether the backend compiles a language that is given only in this `notation`."""
+    """Whether the backend compiles a language that has only this `notation`."""
     languages = {"regex": Language("a", regex="a"), "lark": Language("a", lark='start: "a"\n')}
     try:
         backend.compile(languages[notation], byte_vocabulary())

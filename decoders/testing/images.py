@@ -1,4 +1,4 @@
-"""Tiny random models that read images or sounds, and prompts with images or sounds for them, made without a processor."""
+"""Tiny random models that read images or sounds, and prompts for them. The prompts are made without a processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import UnknownNameError
 from .seeing import BEGIN, BLIND, END, HEARING, IMAGE, SEEING, SeeingArchitecture
 
-#: For each row the number of text tokens after the last image or sound; longer batches start again with the first number.
+#: Number of text tokens after a row's last image or sound, by row. Longer batches start again with the first number.
 QUESTIONS = (9, 6, 11, 7)
 
 
@@ -25,7 +25,7 @@ def tiny_seeing_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def image_prompts(name: str, images: Sequence[int] = (1,), seed: int = 0, question: int = 0) -> dict[str, Tensor]:
-    """Arguments of ``generate`` for random prompts: text with images or sounds in it, then more text.
+    """Arguments of ``generate`` for random prompts: text, images or sounds, then more text.
 
     Args:
         name: name of a tiny model, as in :func:`tiny_seeing_model`.
@@ -54,7 +54,7 @@ def image_prompts(name: str, images: Sequence[int] = (1,), seed: int = 0, questi
 
 
 def _words(count: int, seed: int) -> list[int]:
-    """Random text tokens; the first half is repeated."""
+    """`count` random text tokens. The second half repeats the first half."""
     half = torch.randint(5, 100, ((count + 1) // 2,), generator=torch.Generator().manual_seed(seed)).tolist()
     return (half * 2)[:count]
 

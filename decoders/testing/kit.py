@@ -1,4 +1,4 @@
-"""The conformance kit, which every strategy must pass.
+"""The conformance kit. Every strategy must pass it.
 
 Use it in one call, or as one pytest case per check::
 
@@ -28,7 +28,7 @@ from .memory import kept, parts_of
 
 Check = Callable[..., None]
 
-#: All checks; checks with more precise messages come first.
+#: All checks. Checks with more precise messages come first.
 CHECKS: tuple[Check, ...] = (
     checks.check_class,
     checks.check_settings,
@@ -55,7 +55,7 @@ CHECKS: tuple[Check, ...] = (
     check_draft_tokens_are_accepted,
 )
 
-#: Checks of token equality, which do not apply to lossy strategies (``exact = False``).
+#: Checks of token equality. They do not apply to lossy strategies (``exact = False``).
 EXACT_ONLY: frozenset[Check] = frozenset(
     {
         checks.check_greedy_equals_transformers,
@@ -70,7 +70,7 @@ EXACT_ONLY: frozenset[Check] = frozenset(
 
 
 def checks_for(strategy: Strategy | type[Strategy]) -> tuple[Check, ...]:
-    """The checks that apply to a strategy: all, or for a lossy strategy all but :data:`EXACT_ONLY`."""
+    """The checks that apply to a strategy: all checks, but for a lossy strategy without :data:`EXACT_ONLY`."""
     return tuple(check for check in CHECKS if strategy.exact or check not in EXACT_ONLY)
 
 
@@ -82,10 +82,10 @@ def check_strategy(
 
     Args:
         strategy: an instance, or a class that works with its default settings.
-        models: names of :data:`~decoders.testing.models.ARCHITECTURES`, or models; by default one with and one without sliding windows.
-        compile: whether the loop is compiled. A compiled loop starts slower, and is closer to real use.
-        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts; otherwise fewer
-            combinations are tried, in which every pair of values occurs.
+        models: models, or names in :data:`~decoders.testing.models.ARCHITECTURES`. Default: one with and one without sliding windows.
+        compile: whether the loop is compiled. A compiled loop starts more slowly, but is closer to real use.
+        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts. Otherwise fewer
+            combinations are tried, so that every pair of values occurs.
 
     Raises:
         AssertionError: a check failed. The message names the check and the reason.
@@ -118,13 +118,13 @@ def parametrize_with_checks(
 
 
 def check_alone(check: Check, conditions: Conditions, strategy: Strategy) -> None:
-    """Runs `check` on a copy of the strategy, and restores the state of the process (random states, default dtype and others)."""
+    """Runs `check` on a copy of the strategy. Then restores the state of the process (random states, default dtype and others)."""
     with kept():
         check(fresh(strategy), conditions)
 
 
 def fresh(strategy: Strategy) -> Strategy:
-    """A copy of `strategy` that shares the objects in its settings, such as models; if it cannot be copied, `strategy` itself."""
+    """A copy of `strategy` that shares the objects in its settings, such as models. Or `strategy` itself if it cannot be copied."""
     memo = {id(s.settings): s.settings for s in (strategy, *parts_of(strategy)) if hasattr(s, "settings")}
     try:
         return copy.deepcopy(strategy, memo)
@@ -138,9 +138,9 @@ def instance(strategy: Strategy | type[Strategy]) -> Strategy:
 
 
 def label(strategy: Strategy) -> str:
-    """A test id: the strategy's name, and the settings whose values differ from the defaults.
+    """A test id: the strategy's name, and its settings that differ from the defaults.
 
-    Numbers and words are shown; of other values only the setting's name, because paths may differ between workers of pytest-xdist.
+    Only values that are numbers or words are shown, because paths may differ between workers of pytest-xdist.
     """
     changed = strategy.settings.model_dump(exclude_defaults=True)
     shown = [f"{k}={v}" if isinstance(v, (int, float)) or str(v).isidentifier() else k for k, v in changed.items()]

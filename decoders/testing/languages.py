@@ -1,6 +1,6 @@
 """Small languages and vocabularies for checks of grammar backends, with reference automata that share no code with backends.
 
-A reference automaton maps a state and a byte to the next state. It uses Python's UTF-8 decoder and interegular, or is hand-written.
+A reference automaton maps a state and a byte to the next state. It is hand-written, or uses Python's UTF-8 decoder and interegular.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from ..constraints import Language, Vocabulary
 
-#: Ranges of the first byte of UTF-8 characters with two, three and four bytes.
+#: Ranges of the first byte of UTF-8 characters of two, three and four bytes.
 _LEADS = ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4))
-#: The state of every automaton after a stop token.
+#: The state of all automata after a stop token.
 STOPPED = "stopped"
 
 
 class ToyAutomaton(ABC):
-    """A reference automaton over bytes. From every state that it returns, a text can be completed."""
+    """A reference automaton over bytes. A text can be completed from every state that it returns."""
 
     start: Hashable
 
@@ -37,7 +37,7 @@ class ToyAutomaton(ABC):
 
 
 class ToyRegex(ToyAutomaton):
-    """The automaton of a regular expression that means the same to interegular and to Rust's ``regex``.
+    """The automaton of a regular expression that has the same meaning in interegular and in Rust's ``regex``.
 
     A state is a pair: interegular's state, and the bytes of an incomplete character.
     """
@@ -70,7 +70,7 @@ class ToyRegex(ToyAutomaton):
         return after if after is not None and self._fsm.islive(after) else None
 
     def _characters(self, begun: bytes) -> list[str]:
-        """Characters whose UTF-8 begins with `begun`: all that the pattern names, and one other."""
+        """Characters whose UTF-8 begins with the bytes `begun`: all such characters that the pattern names, and one other."""
         if begun not in self._begun:
             named = [s for s in self._symbols if s.encode().startswith(begun)]
             other = (chr(c) for c in _code_points(begun) if not 0xD800 <= c < 0xE000 and chr(c) not in named)
@@ -79,7 +79,7 @@ class ToyRegex(ToyAutomaton):
 
 
 def _code_points(begun: bytes) -> range:
-    """The code points whose UTF-8 begins with `begun`, surrogates included; empty if there are none."""
+    """The code points whose UTF-8 begins with the bytes `begun`, including surrogates. Empty if there are none."""
     size = next((n for n, (low, high) in enumerate(_LEADS, start=2) if low <= begun[0] <= high), 0)
     if len(begun) >= size or any(byte & 0xC0 != 0x80 for byte in begun[1:]):
         return range(0)
@@ -168,7 +168,7 @@ class Reference:
         return self._forced[state]
 
     def ending(self, state: Any) -> bytes:
-        """Bytes after which the text may end. The search avoids characters of several bytes, because there are too many."""
+        """Bytes that complete the text. The search avoids characters of several bytes, because there are too many."""
         if state not in self._endings:
             self._endings[state] = self._search(state)
         return self._endings[state]
@@ -225,7 +225,7 @@ REGEXES = {
 
 
 def languages() -> dict[str, tuple[Language, ToyAutomaton]]:
-    """All languages by name: regular languages, each as a regular expression and in Lark, and a recursive language in Lark."""
+    """All languages by name: regular languages, each as a regular expression and in Lark, and one recursive language in Lark."""
     by_name: dict[str, tuple[Language, ToyAutomaton]] = {}
     for name, regex in REGEXES.items():
         language = Language(name, regex=regex, lark=f"start: TEXT\nTEXT: /{regex}/\n")
@@ -270,7 +270,7 @@ def merged_vocabulary() -> Vocabulary:
     texts += ["é".encode()[1:] + "é".encode()[:1], "日".encode()[:2], "😀".encode()[1:], "😀".encode()[:3], b'"\xc3']
     texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four have two tokens each
     tokens: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256)), None, None, *texts]
-    stop = 64  # an id in the middle, whose bit is the lowest of a mask's word
+    stop = 64  # an id in the middle. Its bit is the lowest of a word of the mask
     tokens.insert(stop, None)
     return Vocabulary(tokens + [None] * 40, stops=(stop, 0))
 

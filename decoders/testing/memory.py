@@ -1,4 +1,4 @@
-"""Finds changes that a strategy's methods must not make: to its instance, settings, classes and globals, and to the process's state."""
+"""Finds changes that a strategy must not make: to its instance, settings, classes and globals, and to the state of the process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..engine.model.torch_compat import float32_precision
 from ..settings import Settings
 from ..strategy import Strategy
 
-#: At most MOST_VALUES values are compared under one name. Of a tensor above MOST_BYTES, only shape, dtype and identity are compared.
+#: At most MOST_VALUES values are compared under one name. For tensors above MOST_BYTES, only shape, dtype and identity are compared.
 MOST_VALUES, MOST_BYTES = 20_000, 1 << 20
 
 Contents = dict[str, Any]
 
 
 def of_instance(strategy: Strategy) -> Contents:
-    """The values in a strategy's attributes and settings, by their paths."""
+    """The values in a strategy's attributes and settings, by path."""
     return _contents({"": strategy}, {owner.__module__ for owner in map(type, _strategies(strategy, set()))})
 
 
@@ -41,7 +41,7 @@ def of_code(strategy: Strategy) -> Contents:
 
 
 def difference(before: Contents, after: Contents) -> str | None:
-    """Describes the first difference, for a message; None if there is none."""
+    """Describes the first difference, for a message. None if there is none."""
     for path in sorted(before.keys() | after.keys()):
         old, new = before.get(path, _ABSENT), after.get(path, _ABSENT)
         if old != new:
@@ -57,7 +57,7 @@ _ABSENT = object()
 
 
 def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
-    """The parts of a merged strategy; empty for other strategies."""
+    """The parts of a merged strategy. Empty for other strategies."""
     parts = getattr(strategy, "parts", ())
     return tuple(p for p in parts if isinstance(p, Strategy)) if isinstance(parts, tuple | list) else ()
 
@@ -71,7 +71,7 @@ def _strategies(strategy: Strategy, seen: set[int]) -> Iterator[Strategy]:
 
 
 def _reached(cls: type) -> Iterator[tuple[str, Any]]:
-    """Names and values of a class's attributes, and of the globals, defaults and closures that its methods use."""
+    """Yields names and values of a class's attributes, and of the globals, defaults and closures that its methods use."""
     package = cls.__module__.partition(".")[0]
     done: set[int] = set()
     pending: list[tuple[str, Any]] = [
@@ -166,7 +166,7 @@ def _cuda_states() -> list[Tensor]:
 
 
 def _float32() -> tuple[str | None, str, str]:
-    """The precision of float32 matrix products: torch's setting for all devices (None if they differ), for CUDA and for the CPU."""
+    """The precision of float32 matrix products in torch's settings for all devices (None if they differ), for CUDA and for the CPU."""
     older = None
     with suppress(RuntimeError):  # raised if only the setting for CUDA was changed
         older = torch.get_float32_matmul_precision()
@@ -181,7 +181,7 @@ def _set_float32(precision: tuple[str | None, str, str]) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = cpu  # type: ignore[attr-defined]
 
 
-#: For each state of the process its name in messages, and the functions that read it and restore it.
+#: The states of the process: name in messages → functions that read the state and restore it.
 STATES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's global random state": (torch.get_rng_state, torch.set_rng_state),
     "CUDA's global random state": (_cuda_states, torch.cuda.set_rng_state_all),
@@ -214,7 +214,7 @@ def restore(before: Mapping[str, Any]) -> list[str]:
 
 
 def _same(state: Any, other: Any) -> bool:
-    """Whether two states are equal, arrays and tensors inside them included."""
+    """Whether two states are equal, including arrays and tensors inside them."""
     if isinstance(state, list | tuple):
         return len(state) == len(other) and all(map(_same, state, other))
     return bool(np.array_equal(state, other)) if isinstance(state, Tensor | np.ndarray) else bool(state == other)
@@ -222,7 +222,7 @@ def _same(state: Any, other: Any) -> bool:
 
 @contextmanager
 def undisturbed(hook: str) -> Iterator[None]:
-    """Restores the states of the process after the block. Raises AssertionError, which names `hook`, if the block changed a state."""
+    """Restores the states of the process after the block. If the block changed one, raises an AssertionError that names `hook`."""
     before = surroundings()
     try:
         yield

@@ -1,7 +1,7 @@
 """Tiny random models of many designs (architectures), built from transformers' own configs in milliseconds, without a download.
 
-The weights are spread so that greedy output depends on the context, and the best token is best by far. So a test of equal tokens does
-not pass by luck, or fail by rounding. Sliding windows and chunks are a few tokens long, so that short texts exceed them.
+The weights are drawn so that greedy output depends on the context, and the best token is best by far. So a test of equal tokens does
+not pass by luck, and does not fail by rounding. Sliding windows and chunks are a few tokens long, so that short texts exceed them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import UnknownNameError
 
 #: Vocabulary size of every tiny model.
 VOCAB = 128
-#: Sizes in tokens: WINDOW of sliding windows, and CHUNK of the chunks of chunked attention.
+#: Number of tokens in a sliding window, and in a chunk of chunked attention.
 WINDOW = 8
 CHUNK = 12
 
@@ -40,8 +40,8 @@ class Architecture:
     Attributes:
         model_type: transformers' name of the design.
         options: config values.
-        embedding: scale of the embeddings. It is small if the embeddings are tied to the output head, or if the model scales them;
-            otherwise the likeliest next token would always be the text's last token.
+        embedding: scale of the embeddings. It must be small if the embeddings are tied to the output head, or if the model scales
+            them. With large embeddings, the likeliest next token would always be the text's last token.
         seq2seq: whether it is an encoder-decoder model.
     """
 
@@ -76,7 +76,7 @@ def created(auto: Any, config: PreTrainedConfig, embedding: float, seed: int) ->
 
 @torch.no_grad()
 def _spread(model: PreTrainedModel, scale: float) -> None:
-    """Draws matrices anew (standard deviation: ``1/√fan_in`` times a gain), adds noise to vectors, and spreads logits widely."""
+    """Draws matrices anew, with standard deviation ``1/√fan_in`` times a gain. Adds noise to vectors. Makes logits differ widely."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     for name, parameter in model.named_parameters():
@@ -85,7 +85,7 @@ def _spread(model: PreTrainedModel, scale: float) -> None:
         elif parameter is head:
             parameter.normal_(0.0, 4.0 * parameter.shape[1] ** -0.5)
         elif parameter.dim() >= 2:
-            # With peaked attention the output depends on single distant tokens, so that wrong masks change it.
+            # With peaked attention the output depends on single distant tokens, so that a wrong mask changes it.
             gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "query")) else 1.0
             parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
         else:
@@ -113,7 +113,7 @@ def _other(model_type: str, embedding: float = 1.0, **options: Any) -> Architect
     return Architecture(model_type, options, embedding)
 
 
-#: Designs that the decoding loop supports: their builders by name. A builder takes an optional seed.
+#: Builders of the designs that the decoding loop supports, by name. A builder takes an optional seed.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": _decoder("llama"),
@@ -188,7 +188,7 @@ _MAMBA2: dict[str, Any] = dict(
 )  # fmt: skip
 _MAMBA: dict[str, Any] = dict(mamba_d_state=8, mamba_d_conv=4, mamba_dt_rank=4, use_mamba_kernels=False)
 
-#: Designs with recurrent states beside attention that the decoding loop supports: linear attention, state spaces, short convolutions.
+#: Supported designs that have recurrent states besides attention: linear attention, state spaces, short convolutions.
 RECURRENT: Mapping[str, Architecture] = MappingProxyType(
     {
         "qwen3_next": _decoder(
@@ -234,7 +234,7 @@ RECURRENT: Mapping[str, Architecture] = MappingProxyType(
     }
 )  # fmt: skip
 
-#: Designs that the decoding loop must refuse: models with position biases, models of recurrent states alone, and encoders.
+#: Designs that the decoding loop must reject: models with position biases, purely recurrent models, and encoder-decoder models.
 UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
     {
         "bloom": _other("bloom", **_SMALL, n_layer=2, n_head=4),
@@ -261,7 +261,7 @@ UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
 
 @torch.no_grad()
 def tiny_draft(name: str, seed: int = 0, noise: float = 0.05, **options: Any) -> PreTrainedModel:
-    """A draft model that often agrees with ``tiny_model(name, seed, **options)``: it has the same weights with relative `noise`."""
+    """A draft model that often agrees with ``tiny_model(name, seed, **options)``. It has the same weights plus relative `noise`."""
     model = tiny_model(name, seed, **options)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():

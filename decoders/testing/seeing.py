@@ -1,4 +1,4 @@
-"""Designs of tiny random models that read images or sounds, and their inputs: random pixels and sounds."""
+"""Designs of tiny random models that read images or sounds, and random images and sounds as their inputs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformers import (
 
 from .models import VOCAB, WINDOW, created
 
-#: IMAGE is the placeholder token of a part of an image, or of a sound in models that read sounds. VIDEO and OTHER are further
-#: placeholders. BEGIN and END are the text tokens around placeholders.
+#: IMAGE is the placeholder token for a part of an image, or of a sound in models that read sounds. VIDEO and OTHER are further
+#: placeholder tokens. BEGIN and END are text tokens around placeholders.
 IMAGE, VIDEO, OTHER, BEGIN, END = 120, 121, 122, 118, 119
 #: Auto classes of transformers, each with the config classes for which it has a model.
 _MODELS = (
@@ -42,7 +42,7 @@ class SeeingArchitecture:
         model_type: transformers' name of the design.
         options: config values.
         tokens: number of placeholder tokens of one image or sound.
-        pixels: returns the model's inputs for a number of images or sounds, given this number and a random generator.
+        pixels: takes a number of images or sounds and a random generator, and returns the model's inputs for them.
         types: name of the argument that marks image tokens; None if there is none.
         by_row: whether pixels are arranged by row of the batch and then by image.
         embedding: see :class:`~decoders.testing.models.Architecture`.
@@ -63,7 +63,7 @@ class SeeingArchitecture:
         return created(auto, config, self.embedding, seed)
 
 
-#: Sizes of layers, in image towers, in sound towers and in text models.
+#: Layer sizes of image encoders, sound encoders and text models.
 _SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
 
@@ -96,7 +96,7 @@ def _of_any_size(count: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _patches(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Inputs in the form of the Qwen family: images of 4 x 6 patches; four patches make a token."""
+    """Inputs in the format of the Qwen family: images of 4 x 6 patches. Four patches make a token."""
     grid = torch.tensor([[1, 4, 6]] * count)
     return {"pixel_values": torch.randn(24 * count, 3 * 2 * 4 * 4, generator=generator), "image_grid_thw": grid}
 
@@ -177,7 +177,7 @@ _GEMMA4 = _text(
     num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8,
 )  # fmt: skip
 
-#: Designs whose prompts with images the decoding loop supports: their builders by name. A builder takes an optional seed.
+#: Builders of the designs for which the decoding loop supports prompts with images, by name. A builder takes an optional seed.
 SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "llava": _llava("llava", _text("llama"), _CLIP, 16, _square, image_seq_length=16),
@@ -250,7 +250,7 @@ def _hearing(
     return SeeingArchitecture(model_type, own | _AUDIO | others, tokens, sound)
 
 
-#: Designs whose prompts with sounds the decoding loop supports: their builders by name. A builder takes an optional seed.
+#: Builders of the designs for which the decoding loop supports prompts with sounds, by name. A builder takes an optional seed.
 HEARING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "qwen2_audio": SeeingArchitecture(
@@ -299,8 +299,8 @@ HEARING: Mapping[str, SeeingArchitecture] = MappingProxyType(
     }
 )  # fmt: skip
 
-#: Designs whose prompts with images or sounds are refused, because their text attends to later tokens, or because their layers read
-#: the image or sound again in every step.
+#: Designs for which prompts with images or sounds are rejected: their text attends to later tokens, or their layers read the image or
+#: sound again in every step.
 BLIND: Mapping[str, SeeingArchitecture] = MappingProxyType(
     {
         "paligemma": SeeingArchitecture(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Reads:
-    """Raises errors if a hook reads the device or, from the first recorded step on, if it makes tensors from data of the host."""
+    """Raises errors if a hook reads the device. From the first recorded step on, also if it makes tensors from data of the host."""
 
     def __init__(self) -> None:
         self.modes: tuple[NoHostReads, NoWaiting] | tuple[()] = ()
@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """Wraps ``context.guide`` so that its `forced` may read the device: the guide, not the strategy, declares whether it does."""
+    """Wraps ``context.guide`` so that its `forced` may read the device. The guide itself declares whether it does so."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
@@ -62,7 +62,7 @@ class _Exempt:
 
 @dataclass(frozen=True)
 class SpyLog:
-    """One step of the wrapped strategy: each row's text and length before the step, whether it has finished, and the draft."""
+    """One step of the wrapped strategy: the rows' texts and lengths before the step, which rows have finished, and the draft."""
 
     texts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -71,14 +71,15 @@ class SpyLog:
 
 
 class Spy(Wrapped):
-    """Forwards every call to `inner`, raises AssertionError for drafts that break the contract of ``Draft``, and logs steps in `seen`.
+    """Forwards every call to `inner`, and logs steps in `seen`. Raises AssertionError for drafts that break the contract of
+    ``Draft``.
 
     It also raises AssertionError for hooks that write to the loop's tensors, or that change the strategy's instance, its settings, or
     the state of the process (random states, default dtype, grad mode and others). The message names the hook.
 
     Args:
-        forbid_host_reads: whether hooks that read tensors of the device from the host raise errors, too.
-        part: whether `inner` is a part of another strategy; messages then name `inner`.
+        forbid_host_reads: whether hooks must not read tensors of the device on the host.
+        part: whether `inner` is a part of another strategy. Messages then name `inner`.
     """
 
     def __init__(self, inner: Strategy, forbid_host_reads: bool = False, part: bool = False) -> None:
@@ -174,7 +175,7 @@ def spied(strategy: Strategy, forbid_host_reads: bool = False) -> Spy:
 
 
 def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """Raises AssertionError or DraftError if `draft` breaks the contract of ``Draft``, also by the values in its tensors."""
+    """Raises AssertionError or DraftError if `draft` breaks the contract of ``Draft``. Also checks the values in its tensors."""
     rows = sequences.length.shape[0]
     assert isinstance(draft, Draft), f"propose must return a Draft, not {type(draft).__name__}"
     draft.check(rows)
@@ -197,7 +198,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """Raises AssertionError if the scores of a draft have a wrong dtype or shape, or values that are no logits."""
+    """Raises AssertionError if the scores of a draft have a wrong dtype or shape, or if their values are no logits."""
     scores = draft.scores
     assert scores is not None
     wanted = [*draft.tokens.shape, vocab]
@@ -213,7 +214,7 @@ def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_tree(tree: TreeTensors, rows: int) -> None:
-    """Raises AssertionError if tensors of a tree have a wrong dtype or shape, or contradict each other."""
+    """Raises AssertionError if the tensors of a tree have a wrong dtype or shape, or contradict each other."""
     n = len(tree)
     for name, shape, dtype in (
         ("parents", (rows, n), torch.int64), ("offsets", (rows, n), torch.int64),

@@ -1,5 +1,7 @@
-"""A tape, which logs operations once and replays them, as a CUDA graph replays kernels, and modes (in PyTorch's sense) that detect
-operations that make the host wait for the device, or that use data of the host.
+"""Tests on a CPU whether a step could be recorded as a CUDA graph.
+
+A tape logs operations once and replays them, as a CUDA graph replays kernels. PyTorch modes (``TorchFunctionMode``,
+``TorchDispatchMode``) detect operations that make the host wait for the device, or that use data of the host.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..engine.model.torch_compat import TorchDispatchMode, schema_of, waiting_operators
 
 aten = torch.ops.aten
-#: Functions that make the host wait for the device, or whose result has a size that is computed on the device.
+#: Functions that make the host wait for the device: they return a value to the host, or a tensor whose size depends on values.
 HOST_READS = frozenset(
     {
         "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__",
@@ -25,7 +27,7 @@ HOST_READS = frozenset(
 #: Functions that create tensors from data of the host.
 MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
 HOST_DATA = "it creates a tensor from data of the host, and the copy makes the host wait; create the tensor in start"
-#: Operations of torch's dispatcher that make the host wait, as the functions in `HOST_READS` do.
+#: Operations of torch's dispatcher that make the host wait, like the functions in `HOST_READS`.
 WAITING = frozenset(
     {
         *waiting_operators(), aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.unique_dim,
@@ -33,7 +35,7 @@ WAITING = frozenset(
     }
 )  # fmt: skip
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
-#: Operations that ``torch.tensor`` and similar functions dispatch, which turn data of the host into a tensor.
+#: Operations that turn data of the host into a tensor. ``torch.tensor`` and similar functions dispatch them.
 FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
 
 
@@ -68,7 +70,7 @@ class NoHostData(NoHostReads):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises RecordingError for operations that wait for the device, whichever Python function dispatches them.
+    """Raises RecordingError for operations that wait for the device, no matter which Python function dispatches them.
 
     Args:
         host_data: whether operations that create tensors from data of the host are allowed.
@@ -89,7 +91,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def host_read(func: Any, args: tuple, kwargs: dict) -> str | None:
-    """Describes for a message how a call of PyTorch waits for the device; None if it does not wait."""
+    """Describes, for a message, how a call of PyTorch waits for the device. None if it does not wait."""
     name = getattr(func, "__name__", "")
     if name in HOST_READS:
         return f"{name}()"
@@ -128,16 +130,16 @@ def refuse_host_data(func: Any, args: tuple) -> None:
 
 
 def _index(func: Any, args: tuple) -> Iterator[Any]:
-    """Yields the parts of the index if `func` reads or writes by index; otherwise nothing."""
+    """Yields the parts of the index if `func` reads or writes by index. Otherwise yields nothing."""
     if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
         yield from args[1] if isinstance(args[1], tuple) else args[1:2]
 
 
 class Tape(TorchDispatchMode):
-    """Logs the operations that run while it is active; :meth:`replay` runs them again on the same tensors.
+    """Logs the operations that run while it is active. :meth:`replay` runs them again on the same tensors.
 
-    In a replay no Python code runs, values of the host stay as they were in the recording, and results are written to the recorded
-    tensors. On exit all tensors that were written are restored, so that recording by itself does not change them.
+    In a replay no Python code of the hook runs. Values of the host stay as they were in the recording, and results are written to the
+    recorded tensors. When recording ends, all tensors that were written are restored, so that recording alone does not change them.
     """
 
     def __init__(self) -> None:
@@ -181,9 +183,7 @@ def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _new_tensors(result: Any, given: Sequence[Any]) -> list[tuple[int, Tensor]]:
-    """The tensors of `result` that are no views of `given`, each with its index. (The results of ``reshape`` and similar functions may
-    be views.)
-    """
+    """The tensors of `result` that are no views of `given`, each with its index. Results of ``reshape``, for example, may be views."""
     places = {t.untyped_storage().data_ptr() for value in given for t in _flat(value) if isinstance(t, Tensor)}
     return [
         (index, t)

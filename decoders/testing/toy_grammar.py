@@ -18,7 +18,7 @@ class TokenAutomaton(Tabulated):
     """An automaton over token ids.
 
     Args:
-        following: for each state from 2 on, its legal tokens, each with the next state. State 0 is dead, and :data:`ENDED` is 1.
+        following: for each state from 2 on, a dict from its legal tokens to the next state. State 0 is dead, and :data:`ENDED` is 1.
         accepting: states in which the text may end.
         vocabulary: size of the model's logits.
         stops: tokens that end a text.
@@ -67,14 +67,14 @@ class TokenAutomaton(Tabulated):
         return self.following[state].get(token, 0)
 
     def forced_bytes(self, state: int) -> bytes:
-        run: list[int] = []  # limited, because some automata force endless text
+        run: list[int] = []  # at most 64 tokens, because some automata force endless text
         while len(run) < 64 and len(self.following[state]) == 1 and not self.accepting[state]:
             token, state = next(iter(self.following[state].items()))
             run.append(token)
         return self.vocabulary.spell(run)
 
     def tables(self) -> Tables:
-        """Tables of the automaton over bytes: each token is spelled with two bytes, and no text may end between them."""
+        """Tables of the automaton over bytes. Each token is spelled with two bytes, and no text may end between them."""
         halves = {(state, token >> 7) for state, after in enumerate(self.following) for token in after}
         between = {half: len(self.following) + place for place, half in enumerate(sorted(halves))}
         following = torch.zeros(len(self.following) + len(between), 256, dtype=torch.int32)
@@ -95,7 +95,7 @@ class TokenAutomaton(Tabulated):
 
 
 class Matched(CompiledGrammar):
-    """A grammar without tables, which has matchers only."""
+    """A grammar that has only matchers, and no tables."""
 
     def __init__(self, inner: CompiledGrammar) -> None:
         self.inner, self.backend, self.policy = inner, inner.backend, inner.policy

@@ -1,4 +1,4 @@
-"""The check that every verifier must pass: averaged over all drafts, its output has the target's distribution."""
+"""The check that every verifier must pass: averaged over all drafts, the verifier's output has the target's distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tree import Topology, TreeTensors, parents_by_row
 from ..verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
 from .checks import check_registrable
 
-#: A model as tables: entry ``d`` is ``[V**d, V]``, the next token's distribution after every sequence of ``d`` tokens.
+#: A model as tables. Table ``d`` is ``[V**d, V]``, the distribution of the next token after every sequence of ``d`` tokens.
 Tables = tuple[Tensor, ...]
 
 
@@ -26,8 +26,8 @@ class Enumeration:
 
     Attributes:
         block: ``R`` rows, one per draft.
-        weight: ``[R]``, the probability of each draft; the sum is 1.
-        prefix: ``[R, N]`` int64, the tokens of each node's path as one number in base V; -1 if a draft token of the path is missing.
+        weight: ``[R]``, the probability of each draft. The sum is 1.
+        prefix: ``[R, N]`` int64, the tokens of each node's path, as one number in base V. -1 if a draft token of the path is missing.
     """
 
     block: Block
@@ -42,9 +42,9 @@ class EnumerationCase:
     Attributes:
         name: the case's name, for messages.
         parents: parent of each node; -1 for the root and for nodes that are no draft tokens.
-        target: the target's tables; their number is the tree's depth plus 1.
+        target: the target's tables, one more than the tree's depth.
         draft: the draft model's tables.
-        sure: nodes whose token is not drawn: it is the likeliest token that no earlier sibling has.
+        sure: nodes whose token is not drawn. They get the likeliest token that no earlier sibling has.
         silent: nodes that have a draft token only if their parent's :attr:`Enumeration.prefix` is odd.
     """
 
@@ -68,7 +68,7 @@ class EnumerationCase:
         return depths
 
     def drafts(self) -> Enumeration:
-        """Enumerates all drafts: node by node, replaces every row by one row for each token that the node can draw."""
+        """Enumerates all drafts. Goes from node to node, and replaces every row by one row for each token that the node can draw."""
         weight = torch.ones(1, dtype=self.target[0].dtype)
         nodes = torch.zeros(1, 1, dtype=torch.int64)
         prefix = torch.zeros(1, 1, dtype=torch.int64)
@@ -89,7 +89,7 @@ class EnumerationCase:
         return Enumeration(Block(nodes, tree, target, draft), weight, prefix)
 
     def _proposal(self, node: int, nodes: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
-        """A node's draft distribution in the block, ``[R, V]``, and ``[R, V+1]``: its chances to draw each token and, last, none."""
+        """A node's draft distribution in the block, ``[R, V]``, and its probabilities ``[R, V+1]`` of drawing each token, or none."""
         parent = self.parents[node]
         rows, vocab = len(nodes), self.vocab
         if parent < 0:
@@ -116,7 +116,7 @@ class EnumerationCase:
         return q, torch.cat([torch.where(nothing, 0.0, left), nothing.to(q.dtype)], 1)
 
     def _after(self, tables: Tables, node: int, prefix: Tensor) -> Tensor:
-        """The next token's distribution after `node`, ``[R, V]``; uniform where a token on the node's path is missing."""
+        """The distribution of the next token after `node`, ``[R, V]``. Uniform if a token on the node's path is missing."""
         depth = self.depths[node]
         uniform = torch.full_like(tables[0], 1 / self.vocab)
         return uniform.expand(len(prefix), -1) if depth < 0 else torch.where(
@@ -127,7 +127,7 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """Extends the joint distribution `weights` ``[V**depth, V]`` of ``depth + 1`` tokens by the target's remaining tables."""
+        """Extends `weights` ``[V**depth, V]``, the joint distribution of ``depth + 1`` tokens, by the target's remaining tables."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
@@ -138,7 +138,7 @@ class EnumerationCase:
         return self.continued(self.target[0], 0)
 
     def emitted(self, drafts: Enumeration, outcomes: Outcomes) -> Tensor:
-        """The joint distribution, as in :meth:`wanted`, if a step follows `outcomes` and the target draws all later tokens."""
+        """The joint distribution if a step follows `outcomes` and the target draws all later tokens. Same shape as :meth:`wanted`."""
         joint = torch.zeros_like(self.wanted())
         for node, depth in enumerate(self.depths):
             reached = (drafts.prefix[:, node] >= 0).to(drafts.weight.dtype)
@@ -175,14 +175,15 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def check_verifier(verifier: Verifier | type[Verifier], *, seed: int = 0) -> None:
-    """Computes the distribution of a verifier's output, and compares it with the target's.
+    """Computes the distribution of a verifier's output, and compares it with the target's distribution.
 
-    With a vocabulary of four tokens, on chains and small trees, every draft is enumerated with its probability, and the target draws
-    the tokens after the accepted tokens. The result must equal the target's joint distribution to 1e-9 in double precision, and to 1e-5
-    in single precision. For a lossy verifier (``exact = False``) only the contract is checked.
+    The vocabulary has four tokens, and the drafts are chains and small trees. All possible drafts are enumerated with their
+    probabilities. The target draws the tokens after the accepted tokens. The joint distribution of all tokens must equal the target's
+    to 1e-9 in double precision, and to 1e-5 in single precision. For a lossy verifier (``exact = False``) only the contract is
+    checked.
 
     Raises:
-        AssertionError: says what is wrong, and for which drafts.
+        AssertionError: the check failed. The message says what is wrong, and for which drafts.
     """
     check_registrable(VERIFIER, verifier if isinstance(verifier, type) else type(verifier))
     verifier = verifier() if isinstance(verifier, type) else verifier
@@ -237,7 +238,7 @@ def check_contract(block: Block, outcomes: Outcomes) -> None:
 
 
 def cases(*, trees: bool, seed: int = 0) -> Iterator[EnumerationCase]:
-    """Yields cases: pairs of models of several kinds, on chains and, if `trees`, on trees, with drawn, sure or missing draft tokens."""
+    """Yields cases: several kinds of model pairs, on chains and (if `trees`) trees, with drawn, sure or missing draft tokens."""
     shapes = CHAINS | (TREES if trees else {})
     generator = torch.Generator().manual_seed(seed)
     for (shape, parents), kind in itertools.product(shapes.items(), KINDS):
@@ -313,7 +314,7 @@ def _compare(case: EnumerationCase, got: Tensor, tolerance: float) -> None:
 
 
 def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
-    """Raises AssertionError that shows the first row with a true value in `wrong` (``[R, N]`` or ``[R, 1]``), if there is one."""
+    """If `wrong` (``[R, N]`` or ``[R, 1]``) has a true value, raises an AssertionError that shows the first such row."""
     if wrong.any():
         row = int(wrong.any(1).nonzero()[0])
         parents = parents_by_row(block.tree, len(block.nodes))[row]

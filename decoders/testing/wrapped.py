@@ -1,4 +1,4 @@
-"""Strategies for tests: `Wrapped` forwards to a strategy, `Replayed` replays its hooks as CUDA graphs do, `Replay` proposes a text."""
+"""Strategies for tests. `Wrapped` forwards to a strategy, `Replayed` replays its hooks like a CUDA graph, `Replay` drafts a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOOKS = [
 class Wrapped(Strategy):
     """Declares the traits of `inner` and forwards every hook to it.
 
-    It never rests: it proposes in every step, however much steps cost on the machine.
+    Only the trait `rests` is False, so that the loop skips no drafts, however much steps cost on the machine.
     """
 
     def __init__(self, inner: Strategy) -> None:
@@ -62,16 +62,16 @@ for _hook in HOOKS:
 
 
 class Replayed(Wrapped):
-    """Forwards calls to `inner` with tensors that are written in place and never replaced, and logs every draft.
+    """Forwards calls to `inner` with tensors that are written in place and never replaced. Logs every draft.
 
-    After the first steps, shapes and the state's tensors must stay the same, as a recording needs.
+    After the first steps, the shapes and the state's tensors must stay the same, because a recording needs this.
 
     Args:
         record: whether each hook is recorded after the first steps, and replayed from then on.
 
     Attributes:
         drafts: the draft tokens of every step, as lists.
-        rebound: path of the first value in the state that has changed and is no tensor; None if there is none.
+        rebound: path of the first value in the state that is no tensor and has changed; None if there is none.
     """
 
     def __init__(self, inner: Strategy, record: bool) -> None:
@@ -128,7 +128,7 @@ class Replayed(Wrapped):
         return result
 
     def _sequences(self, sequences: Sequences) -> Sequences:
-        """A copy of `sequences`, in tensors that are never replaced and have slots for the whole call, as on CUDA."""
+        """A copy of `sequences`. As on CUDA, its tensors are never replaced, and have slots for the whole call."""
         parts = tensors_of(sequences)
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])
@@ -178,11 +178,11 @@ def _equal(own: Any, other: Any) -> bool:
 
 
 class ShapeError(AssertionError):
-    """A shape or tensor changed between steps, and a recording needs it unchanged."""
+    """A shape or tensor changed between steps. A recording needs it unchanged."""
 
 
 class ReplaySettings(Settings):
-    """The text to propose, and its wrong tokens."""
+    """The text to propose, and which of its tokens are made wrong."""
 
     texts: tuple[tuple[int, ...], ...] = Field((), description="Prompt and output of every row, without padding.")
     length: int = Field(6, ge=1, description="Tokens proposed per branch.")

@@ -13,7 +13,7 @@ from ..heads.eagle3 import Eagle3Config
 from ..heads.medusa import HeadsConfig
 from .recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining, Measurement
 
-#: Titles of the rows in a card's tables, by set of texts (held, test) and kind of text (:meth:`.Texts.kinds`).
+#: Titles of the rows in a card's tables. The keys are pairs of a set of texts (held, test) and a kind of text (:meth:`.Texts.kinds`).
 NAMES = {
     ("held", "text"): "held out, files", ("held", "own"): "held out, own",
     ("test", "text"): "test files, files", ("test", "own"): "test files, own",
@@ -21,7 +21,7 @@ NAMES = {
 
 
 def medusa_card(config: HeadsConfig, model: PreTrainedModel, training: HeadsTraining | None) -> str:
-    """The card of Medusa heads for `model`. training: None if the heads were trained elsewhere, and only their tree was searched."""
+    """The card of Medusa heads for `model`. training: None if the heads were trained elsewhere and only their tree was searched."""
     figures = config.figures
     projection = {
         "tied": "the model's own output head",
@@ -135,7 +135,7 @@ The model stays frozen. Blocks begin at {run.blocks:.1%} of the positions; cross
 
 
 def _trained(run: HeadTraining | BlockTraining, figures: Mapping[str, Any], command: str | None, depth: int) -> str:
-    """The end of a card: the text and steps of the training, and tables of the acceptance of chains of `depth` draft tokens."""
+    """The end of a card: facts about the training, and tables that show how chains of `depth` draft tokens are accepted."""
     return f"""\
 {figures["tokens"]:,} tokens in rows of {run.length}, {run.own_share:.0%} of the rows continued by the model itself (greedily);
 {figures["steps"]:,} steps of {run.rows} rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the best held-out
@@ -221,17 +221,17 @@ def _agreement(agreement: Mapping[str, Any]) -> str:
 
 
 def _by_text(figures: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """For each set and kind of text in `figures`: its title (:data:`NAMES`) and its figures."""
+    """The title (:data:`NAMES`) and the figures of each set and kind of text that `figures` has."""
     found = ((title, figures.get(which, {}).get(kind)) for (which, kind), title in NAMES.items())
     return [(title, facts) for title, facts in found if facts]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown whose first column has no title."""
+    """A table in Markdown. Its first column has no title."""
     lines = [["", *header], ["---"] * (len(header) + 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _command_lines(command: str | None) -> str:
-    """The training command as a shell block in Markdown; "" if no command started the training."""
+    """The training command as a shell block in Markdown. An empty string if no command started the training."""
     return f"\n```sh\n{command}\n```\n" if command else ""

@@ -1,10 +1,10 @@
 """`train_dflash` trains a draft model of the DFlash family for a frozen target, in one resumable run.
 
-A block begins at an anchor, a position of the text. The anchor's token stands for the last committed token, and the tokens before it
-are the context. One pass over a row drafts the blocks of many anchors. The nodes of a block (the anchor's token and mask tokens) attend
-to the context before the anchor and to each other. A place is the position of a draft token. Its logits are trained towards the
-target's distribution at this place. If the draft model has a head (DSpark), these logits also depend on the text's token before the
-place.
+A block begins at a position of the text, its anchor. The anchor's token stands for the last committed token, and the tokens before it
+are the context. One pass over a row drafts the blocks of many anchors. The nodes of a block (the anchor's token and mask tokens)
+attend to the context before the anchor and to each other. A place is the position of a draft token. Its logits are trained towards
+the target's distribution at this place. If the draft model has a head (DSpark), these logits also depend on the token before the
+place in the text.
 
 Letters: ``B`` rows, ``A`` anchors of a row, ``K`` places of a block, ``D`` tokens that can be drafted.
 """
@@ -44,7 +44,7 @@ from .recipes import BlockTraining
 from .texts import Job, Texts
 from .trainer import soft_cross_entropy
 
-#: Number of text rows from which :func:`fit_context` fits the keys and values of a new draft model.
+#: :func:`fit_context` fits the keys and values of a new draft model to this number of text rows.
 FITTED = 64
 
 
@@ -59,7 +59,7 @@ def train_dflash(
     """Trains a block draft model for the frozen target `model`, and writes it in the format of `speculators`, with a card.
 
     Args:
-        start: folder of a draft model whose training continues; its mask token and draft vocabulary are kept. None: a new draft model.
+        start: folder of a draft model that is trained further. Its mask token and draft vocabulary are kept. None: a new draft model.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
@@ -96,13 +96,12 @@ def train_dflash(
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:
-    """The config of a draft model. shape: config of its decoder layers. size: ``D``. mask: the input token at the places to draft."""
+    """The config of a draft model. shape: config of its decoder layers. size: ``D``. mask: id of the mask token."""
     markov = {
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     }  # fmt: skip
-    # With a head, the node of the last committed token drafts the first token (DSpark). Without a head, the first mask token's node
-    # does (DFlash).
+    # With a head, the node of the last committed token drafts the first token (DSpark). Without a head, the first mask does (DFlash).
     from_last = run.rank > 0
     nodes = run.block + (not from_last)
     fields = HeadFields(markov if run.rank else {}, "dflash", shape, run.block, size)
@@ -110,7 +109,7 @@ def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: 
 
 
 class BlockDraft(nn.Module):
-    """A draft model, which is a network and its head (None without a head), as one trainable module."""
+    """A draft model as one trainable module: the network, and its head or None."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -121,9 +120,9 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
     """A new draft model, initialized from the target.
 
     `fc`, the projection of the features, nearly copies the features of the highest layer that is read. The head's bias is zero. Each
-    layer copies weights of equal name and shape from one layer of the target. The first layer copies from the target's first, because
-    both read embeddings. The last layer copies from the target's last, and the layers between copy from target layers at even
-    distances.
+    layer copies weights of equal name and shape from one layer of the target. The first layer copies from the target's first layer,
+    because both read embeddings. The last layer copies from the target's last layer. The layers between copy from evenly spaced
+    layers of the target.
     """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
@@ -159,12 +158,12 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Fits each layer's keys and values of the context to the keys and values of its target layer (:func:`_origins`).
+    """Fits each layer's keys and values of the context to those of its counterpart in the target (:func:`_origins`).
 
-    `fc` becomes the projection of the features that best predicts the keys and values of all target layers (reduced-rank regression).
-    Then each key matrix and each value matrix is fitted by least squares over `texts`. Matrices whose shape differs from the target's
-    are not changed. If the target does not norm queries and keys, the weights of the network's query and key norms become the root mean
-    squares of the target's queries and keys.
+    `fc` becomes the projection of the features that best predicts the keys and values of these target layers (reduced-rank
+    regression). Then each key matrix and each value matrix is fitted by least squares over `texts`. Matrices that have another shape
+    than the target's are not changed. If the target does not norm queries and keys, the weights of the network's query and key norms
+    become the root mean squares of the target's queries and keys.
 
     Args:
         rows: number of rows of `texts` in each pass of the target.
@@ -181,8 +180,10 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
                     norms.append((cast(Tensor, parts[f"self_attn.{part}_norm"].weight), given))
 
     def sums(read: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor], dict[nn.Module, Tensor]]:
-        """Returns sums over all texts: the Gram matrix of ``read(features)``, the products of ``read(features)`` with the target's keys
-        and values, and the mean squares of the target's queries, keys and values.
+        """Returns sums over all texts.
+
+        These are the Gram matrix of ``read(features)``, the products of ``read(features)`` with the target's keys and values, and the
+        mean squares of the target's queries, keys and values.
         """
         outputs, squares = dict[nn.Module, Tensor](), dict[nn.Module, Tensor]()
         gram, products = torch.zeros(()), [torch.zeros(())] * len(pairs)
@@ -199,7 +200,7 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
                 squares = {
                     of: squares.get(of, gram.new_zeros(())) + share * out.square().mean() for of, out in results.items()
                 }
-        # The ridge keeps the matrix invertible if there are few texts, or if features are nearly equal.
+        # The ridge keeps the matrix invertible if there are few texts or nearly equal features.
         return gram + 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype), products, squares
 
     if not pairs:
@@ -220,10 +221,10 @@ def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: in
 
 
 def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> BlockDraft:
-    """The draft model in `given` as a trainable module, to continue its training.
+    """The draft model in `given` as a trainable module, so that it can be trained further.
 
     Args:
-        output: ``[D, H]``, the target's output matrix, only the rows of the tokens that can be drafted.
+        output: ``[D, H]``, the rows of the target's output matrix for the tokens that can be drafted.
 
     Raises:
         SettingsError: the draft model's config differs from `config`, or its embedding or output matrix is not the target's.
@@ -261,7 +262,7 @@ def _same(matrix: Tensor, other: Tensor) -> bool:
 
 
 def _weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's weight matrices, and the weights of norms for which :func:`_scale` returns a weight, by name."""
+    """The layer's weights by name: of its linear layers, and of the norms for which :func:`_scale` returns a weight."""
     parts = {name: p.weight if isinstance(p, nn.Linear) else _scale(p) for name, p in layer.named_modules()}
     return {
         f"{name}.weight": weight for name, weight in parts.items() if weight is not None and weight.is_floating_point()
@@ -270,7 +271,7 @@ def _weights(layer: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _scale(norm: Any) -> Tensor | None:
-    """The weight of `norm` if the module maps a vector of ones to its weight, as RMSNorm does; None for any other module."""
+    """The weight of `norm` if the module maps a vector of ones to its weight, as RMSNorm does. None for any other module."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or "norm" not in type(norm).__name__.lower():
         return None
@@ -284,11 +285,11 @@ def _copy(weights: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> None:
 
 
 class BlockLearner(FeatureLearner):
-    """A :class:`FeatureLearner` of a block draft model.
+    """Trains a block draft model.
 
     Attributes:
-        own_output: whether the draft model stores its own output head, a copy of rows of the target's output matrix without a bias.
-            True if its draft vocabulary is reduced, or if the target scales or bounds its logits: training does neither.
+        own_output: whether the draft model stores its own output head: rows of the target's output matrix, without a bias. True if
+            the draft vocabulary is reduced, or if the target scales or bounds its logits, because training does neither.
     """
 
     model: BlockDraft
@@ -310,9 +311,10 @@ class BlockLearner(FeatureLearner):
         fit_context(self.model.network, self.teacher, self.train.part(0, FITTED), self.rows)
 
     def learn(self, step: int) -> Tensor:
-        """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy at place ``k`` against the
-        target's distribution over the draft vocabulary. Places outside ``lesson.counted``, and places at which the target's best token
-        is not in this vocabulary, have no weight.
+        """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss.
+
+        ``CE_k`` is the cross entropy at place ``k`` against the target's distribution over the draft vocabulary. A place has no
+        weight if it is outside ``lesson.counted``, or if the target's best token there is not in the draft vocabulary.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)
@@ -329,8 +331,8 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending: drawn from :attr:`Lesson.counted`, from other positions only if it has
-        too few.
+        """The anchors of a step, ``[B, A]`` int64, ascending. They are drawn from :attr:`Lesson.counted`, and from other positions
+        only if it has too few.
         """
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
@@ -339,11 +341,11 @@ class BlockLearner(FeatureLearner):
         return torch.multinomial(chances, count, generator=generator).sort(1).values.to(self.ids.device)
 
     def _places_of(self, anchors: Tensor) -> Tensor:
-        """The position before each place, ``[B, A, K]``. The target's distribution after this position is the place's label."""
+        """The position before each place, ``[B, A, K]``. The target's distribution after this position is the label of the place."""
         return anchors[..., None] + self.places
 
     def drafted(self, lesson: Lesson, ids: Tensor, anchors: Tensor) -> DraftedBlock:
-        """The network's output for the blocks at `anchors` ``[B, A]``, one row per block. ids: ``[B, T]``, the text."""
+        """The network's output for the blocks that begin at `anchors` ``[B, A]``, one row per block. ids: ``[B, T]``, the text."""
         network, config, device = self.model.network, self.model.config, ids.device
         slots, blocks, nodes = ids.shape[1], anchors.shape[1], config.block_size
         read = ids.new_full((*anchors.shape, nodes), config.mask_token_id)
@@ -367,8 +369,8 @@ class BlockLearner(FeatureLearner):
         """Yields the logits ``[B·A, D]`` of each place in turn.
 
         Args:
-            tokens: ``[B·A, K]``: the token before each place. ``[B·A, 1]``: the token before the first place; every later place uses
-                the token that was drafted at the preceding place.
+            tokens: ``[B·A, K]``, the token before each place. Or ``[B·A, 1]``, the token before the first place; every later place
+                then uses the token that was drafted at the place before.
         """
         head, above = self.model.head, None
         if head is None:
@@ -386,10 +388,10 @@ class BlockLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of chains of ``K`` tokens that are drafted from every ``K``-th position of `texts`.
+        """The acceptance of chains of ``K`` tokens that begin at every ``K``-th position of `texts`.
 
-        In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
-        target's choices after the text's tokens, even if the target would not have written these tokens.
+        In text that the target wrote greedily, this is the acceptance of decoding. In other text, a draft token counts as accepted if
+        the target would choose it after the text so far, even if the text continues differently.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):
@@ -421,6 +423,6 @@ def visibility(anchors: Tensor, slots: int, nodes: int) -> Tensor:
 
 
 def _rows_at(values: Tensor, at: Tensor) -> Tensor:
-    """Selects ``values[b, at[b, a, k]]`` from `values` ``[B, T, …]``; returned as ``[B·A, K, …]``."""
+    """Selects ``values[b, at[b, a, k]]`` from `values` ``[B, T, …]``. Returns ``[B·A, K, …]``."""
     rows = torch.arange(len(values), device=values.device)[:, None, None]
     return values[rows, at].flatten(0, 1)

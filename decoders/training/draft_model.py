@@ -40,8 +40,8 @@ def train_draft(
 
     Args:
         run: shape of the draft model, and settings of the training.
-        measurement: settings of the calls of ``speculative`` that measure the trained model; their prompts are beginnings of the test
-            texts or, if there are none, of held-out texts.
+        measurement: settings of the ``speculative`` calls that measure the trained model. Their prompts are beginnings of the test
+            texts, or of held-out texts if there are no test texts.
 
     Returns:
         The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and the results of :func:`measure`.
@@ -57,7 +57,7 @@ def train_draft(
     train, judged = store.learnt_and_held(job.texts, job.held, rows)
     learner = DraftLearner(run, draft, model, train, judged)
     trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
-    # The card also shows the agreement before training. The weights are still the initial ones here, even in a resumed run:
+    # The card also shows the agreement before training. The weights are the initial ones here, even in a resumed run, because
     # :meth:`Trainer.train` loads the checkpoint.
     before = agreement(learner, judged.part(0, learner.training.rows))
     checkpoint = work / "checkpoint.pt"
@@ -79,7 +79,7 @@ def train_draft(
 
 
 def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: torch.dtype) -> None:
-    """Writes all files that ``from_pretrained`` reads, into a temporary folder first, so that nobody reads an incomplete model."""
+    """Writes all files that ``from_pretrained`` reads, at first to a temporary folder, so that nobody reads an incomplete model."""
     partial_folder = out / ".partial"
     shutil.rmtree(partial_folder, ignore_errors=True)
     draft.config.dtype = dtype
@@ -100,8 +100,8 @@ def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedMode
     """A new draft model for the target `model`, in float32, on the target's device.
 
     Raises:
-        TrainingError: the target has no list of decoder layers. SettingsError: the target lacks one of the layers, or its class
-            cannot have the size that `training` names.
+        TrainingError: the target has no list of decoder layers.
+        SettingsError: the target lacks one of the layers, or its class cannot have the size that `training` names.
     """
     count = len(decoder_layers(model))
     if not count:
@@ -117,7 +117,7 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A float32 copy of `model` with only the decoder layers `layers`, in this order.
 
     Raises:
-        TrainingError: a parameter outside of the layers contains a part for each layer, so it cannot be copied.
+        TrainingError: a parameter outside of the layers has a part for each layer, so it cannot be copied.
     """
     own = decoder_layers(model)
     name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
@@ -147,8 +147,12 @@ _SCALED = ("head_dim", "num_key_value_heads", *_WIDTHS)
 
 
 def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -> PreTrainedModel:
-    """A new model of the same class as `model`, with `count` layers and random weights. hidden: its hidden size; None: about a quarter.
+    """A new model of the same class as `model`, with `count` layers and random weights.
+
     Attention heads keep their size. The number of query heads per key head also stays, if possible.
+
+    Args:
+        hidden: the new model's hidden size; None: about a quarter of the hidden size of `model`.
 
     Raises:
         SettingsError: `hidden` is too large or no multiple of the head size, or the target's layers differ in a field of `_SCALED`.
@@ -184,7 +188,7 @@ def smaller(model: PreTrainedModel, count: int, hidden: int | None, seed: int) -
 
 
 def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
-    """Reduces a config of `count` layers to those with the indices `layers`, also in each of its lists with one entry per layer."""
+    """Reduces a config of `count` layers to the layers with the indices `layers`, including lists that have one entry per layer."""
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == count:
@@ -210,7 +214,7 @@ class DraftLearner(EpochLearner):
     Args:
         target: the frozen target, whose logits are computed in every step.
         train: training text.
-        held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
+        held_out: held-out text. Scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
     """
 
     model: PreTrainedModel
@@ -257,8 +261,11 @@ class DraftLearner(EpochLearner):
 
 @torch.no_grad()
 def agreement(learner: DraftLearner, texts: Texts) -> tuple[float, float]:
-    """The share of positions at which draft model and target choose the same token greedily, and the mean overlap of their
-    distributions (1 - total variation), over the positions that count.
+    """Compares draft model and target at the positions that count.
+
+    Returns:
+        the share of positions at which both choose the same token greedily, and the mean overlap of their distributions
+        (1 - total variation).
     """
     training, sums, count = learner.model.training, torch.zeros(2, dtype=torch.float64), 0.0
     learner.model.eval()
@@ -282,11 +289,13 @@ def measure(
     rows: Tensor,
     measurement: Measurement,
 ) -> dict[str, Any]:
-    """Measures ``speculative``, greedy and at temperature 1. Returns figures of both: the tokens per step, the target's own token
-    included, and for each draft token the share of steps that accept it.
+    """Measures ``speculative``, greedy and at temperature 1.
 
     Args:
-        rows: int64, one row of text tokens per prompt; the first quarter of each row is the prompt.
+        rows: int64, one row of text tokens per prompt. The first quarter of each row is the prompt.
+
+    Returns:
+        figures of both: tokens per step, the target's own token included, and for each draft token the share of steps that accept it.
     """
     enabled = "generate" in vars(model)
     enable(model, tokenizer)

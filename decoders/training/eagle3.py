@@ -1,12 +1,12 @@
 """`train_eagle3` trains an EAGLE-3 head for a frozen target, in one resumable run.
 
-The head learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at all positions at
-once. A draft's index is its first slot ``t``, the last slot at which the head reads the target's feature. Simulated token ``k`` is at
-slot ``t + k``. For ``k > 0`` its feature is the head's output for token ``k - 1`` of the same index. Token ``k`` attends to the slots
-up to ``t`` and to the earlier simulated tokens of index ``t``, as a draft does in decoding.
+The head learns by training-time test (Li et al. 2025, section 3): each step simulates a draft of several tokens at every position,
+all at once. A draft is identified by its first slot ``t``, its index. Slot ``t`` is the last slot at which the head reads the
+target's feature. Simulated token ``k`` is at slot ``t + k``. For ``k > 0`` its feature is the head's output for token ``k - 1`` of
+the same draft. Token ``k`` attends to the slots up to ``t`` and to the earlier tokens of its draft, as in decoding.
 
-Letters: ``B`` rows, ``S`` indices, ``C`` indices whose drafts have more than one token, ``K`` simulated tokens, ``F`` width of the
-target's features.
+Letters: ``B`` rows, ``S`` drafts of a row, ``C`` drafts of a row that have more than one token, ``K`` simulated tokens, ``F`` width
+of the target's features.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def train_eagle3(
     """Trains an EAGLE-3 head for the frozen target `model`, and writes it with a card.
 
     Args:
-        start: folder of a head whose training continues, in either format; its draft vocabulary is kept. None: a new head.
+        start: folder of a head in either format that is trained further. Its draft vocabulary is kept. None: a new head.
         form: the format in which the head is written.
 
     Returns:
@@ -101,7 +101,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. Its layer adds nothing yet, so it starts near the target's output head applied to the highest layer that is read."""
+    """A new head. Its layer adds nothing yet, so it nearly applies the target's output head to the highest layer that it reads."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -118,7 +118,7 @@ def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: in
 
 
 def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[Eagle3Head, Tensor]:
-    """A copy of the head in `given`, and the tokens ``[D]`` that it can propose: `ids` if the checkpoint lists no tokens.
+    """A copy of the head in `given`, and the tokens ``[D]`` that it can propose. These are `ids` if the checkpoint lists no tokens.
 
     Raises:
         SettingsError: the head is no EAGLE-3 head, its shape differs from `config`, or it has its own embedding or sliding windows.
@@ -147,7 +147,7 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
 
 
 class HeadLearner(FeatureLearner):
-    """A :class:`FeatureLearner` of an EAGLE-3 head."""
+    """Trains an EAGLE-3 head."""
 
     model: Eagle3Head
 
@@ -161,7 +161,7 @@ class HeadLearner(FeatureLearner):
         return self.backward(self.lesson(step)[1], self._chains(step))
 
     def _chains(self, step: int) -> Tensor | None:
-        """The indices whose drafts have more than one token in this step, ``[C]`` int64, ascending; None: all indices."""
+        """The indices of drafts that have more than one token in this step, ``[C]`` int64, ascending. None: all indices."""
         slots = self.training.length - self.training.depth
         count = max(1, round(self.training.chains * slots))
         if count >= slots:
@@ -172,11 +172,11 @@ class HeadLearner(FeatureLearner):
     def backward(self, lesson: Lesson, chains: Tensor | None = None) -> Tensor:
         """Adds the gradients of ``Σ_k decay^k · CE_k`` to the head's parameters, and returns the loss.
 
-        ``CE_k`` is the cross entropy of simulated token k against the target's distribution over the tokens that the head can propose.
-        A position in ``lesson.counted`` counts if the head can propose the target's best token there.
+        ``CE_k`` is the cross entropy of simulated token k against the target's distribution over the tokens that the head can
+        propose. A position in ``lesson.counted`` counts if the head can propose the target's best token there.
 
         Args:
-            chains: ``[C]`` int64, ascending, the indices for which more than one token is simulated; None: all.
+            chains: ``[C]`` int64, ascending, the indices of drafts with more than one simulated token; None: all.
         """
         depth, head, known = self.training.depth, self.model, self.ids
         target = lesson.logits.softmax(-1)
@@ -202,10 +202,10 @@ class HeadLearner(FeatureLearner):
 
     @torch.no_grad()
     def acceptance(self, texts: Texts) -> Acceptance:
-        """The acceptance of the drafts of all indices in `texts`; a draft counts if all its positions count.
+        """The acceptance of drafts that begin at every position of `texts`. A draft counts if all its positions count.
 
-        In text that the target wrote greedily, this is the acceptance of decoding. In other text, draft tokens are compared with the
-        target's choices after the text's tokens, even if the target would not have written these tokens.
+        In text that the target wrote greedily, this is the acceptance of decoding. In other text, a draft token counts as accepted if
+        the target would choose it after the text so far, even if the text continues differently.
         """
         head, depth, known = self.model, self.training.depth, self.ids
         sums = AcceptanceSums(depth)
@@ -225,14 +225,15 @@ class HeadLearner(FeatureLearner):
 def unrolled(
     head: Eagle3Head, embedded: Tensor, features: Tensor, depth: int, chains: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Yields the states of simulated tokens 0, 1, … ``depth - 1`` before the head's final norm: ``[B, S, H]`` for token 0, and ``[B, C,
-    H]`` for each later token.
+    """Yields the states of simulated tokens 0, 1, … ``depth - 1`` before the head's final norm.
+
+    The states are ``[B, S, H]`` for token 0, and ``[B, C, H]`` for each later token.
 
     Args:
-        embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot. Simulated token ``k`` of index ``t``
-            reads entry ``t + k``.
+        embedded: ``[B, S + depth - 1, H]``, the embedding of the token that follows each slot. Simulated token ``k`` of the draft
+            with index ``t`` reads entry ``t + k``.
         features: ``[B, S, F]``, the target's features of the first ``S`` slots.
-        chains: ``[C]`` int64, ascending, the indices whose drafts continue after token 0; None: all ``S``.
+        chains: ``[C]`` int64, ascending, the indices of drafts that continue after token 0; None: all ``S``.
     """
     indices = torch.arange(features.shape[1], device=features.device)
     chains = indices if chains is None else chains
@@ -250,7 +251,7 @@ def unrolled(
 def _layer(
     layer: DecoderLayer, embedded: Tensor, states: Tensor, rotary: Keys, seen: list[Keys], indices: Tensor
 ) -> Tensor:
-    """The output of :class:`DecoderLayer` for one simulated token of each index. The token's keys and values are appended to `seen`."""
+    """The output of :class:`DecoderLayer` for one simulated token of each draft. Appends the tokens' keys and values to `seen`."""
     normed = layer.hidden_norm(states)
     residual = normed if layer.norm_before_residual else states
     attention, shape = layer.self_attn, (*states.shape[:2], -1, layer.self_attn.head_dim)
@@ -265,7 +266,7 @@ def _layer(
 
 
 def _attention(q: Tensor, seen: list[Keys], scaling: float, indices: Tensor) -> Tensor:
-    """The attention outputs ``[B, heads, S or C, d]``: each index attends to the slots up to it and to its own simulated tokens."""
+    """The attention outputs ``[B, heads, S or C, d]``. A draft attends to the slots up to its index, and to its own tokens."""
     (keys, values), later = seen[0], seen[1:]
     if not later:
         return torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scaling)

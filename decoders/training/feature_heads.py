@@ -1,4 +1,4 @@
-"""The shared part of training EAGLE-3 heads and block draft models. Both read features: hidden states of a frozen target.
+"""The shared parts of training EAGLE-3 heads and block draft models. Both read features: hidden states of a frozen target.
 
 Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` the target's hidden size, ``D`` tokens that can
 be drafted.
@@ -25,7 +25,7 @@ from .trainer import EpochLearner, Trainer, muon_and_adamw
 
 #: Greatest number of held-out rows on which acceptance is measured between steps.
 WATCHED = 32
-#: Greatest number of bytes of the target's results that stay in memory for the next epoch.
+#: The target's results stay in memory for the next epoch if they take at most this number of bytes.
 KEPT = 2 << 30
 
 
@@ -34,12 +34,12 @@ class Lesson:
     """The target's results for rows of text.
 
     Attributes:
-        features: ``[B, T, F]``, outputs of the target's layers that the network reads, side by side.
+        features: ``[B, T, F]``, concatenated outputs of the target layers that the network reads.
         embedded: ``[B, T, H]``, embeddings of the tokens.
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
-        best: ``[B, T]`` int64, the target's likeliest token of the whole vocabulary.
+        best: ``[B, T]`` int64, the target's likeliest next token, out of the whole vocabulary.
         total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` covers all of it.
-        counted: ``[B, T]`` bool, the positions that losses and figures include, see :func:`~decoders.training.texts.counted`.
+        counted: ``[B, T]`` bool, the positions that count in losses and figures, see :func:`~decoders.training.texts.counted`.
     """
 
     features: Tensor
@@ -69,7 +69,10 @@ class Teacher:
         self._kept: dict[int, tuple[Tensor, ...]] | None = None
 
     def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Lets :meth:`lesson` store its results for `texts`, if they take at most :data:`KEPT` bytes and yield exact logits."""
+        """Lets :meth:`lesson` store its results for `texts`.
+
+        No effect if they take more than :data:`KEPT` bytes, or if exact logits cannot be computed from them.
+        """
         kept = self._kept = dict[int, tuple[Tensor, ...]]()
         self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
         size = sum(part.nbytes for part in kept.pop(0))
@@ -80,12 +83,12 @@ class Teacher:
     def lesson(
         self, texts: Texts, stops: Sequence[int], ids: Tensor | None = None, rows: Tensor | None = None
     ) -> Lesson:
-        """The target's results for all rows of `texts`, computed in one pass, or read from what an earlier call stored.
+        """The target's results for all rows of `texts`, computed in one pass, or stored by an earlier call.
 
         Args:
-            stops: end-of-sequence ids; in text that the model wrote, positions from an end of sequence on are excluded.
+            stops: end-of-sequence ids. In text that the model wrote, positions from an end of sequence on are excluded.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: the rows' indices, the keys of stored results (:meth:`keep`); None: nothing is stored or read.
+            rows: the rows' indices, under which results are stored (:meth:`keep`); None: nothing is stored or read.
         """
         model, read = self.model, texts.ids.to(self.model.device)
         output = model.get_output_embeddings()
@@ -107,7 +110,7 @@ class Teacher:
                 logits = model(input_ids=read, use_cache=False).logits
             features, of_all = torch.cat([noted[layer] for layer in self.layers], dim=-1), []
             if some:
-                # Logits of the whole vocabulary are large, and only the logits of `ids` are needed further on.
+                # Logits of the whole vocabulary are large, and only the logits of `ids` are needed from here on.
                 of_all = [logits.argmax(-1), logits.float().logsumexp(-1)]
                 logits = logits[..., ids]
             if kept is not None:
@@ -118,7 +121,7 @@ class Teacher:
         return Lesson(features.float(), embedded, logits, best, total, counts)
 
     def _as_read(self, part: Tensor) -> Tensor:
-        """`part` in the dtype in which the next module computes: autocast turns float32 into bfloat16, and other dtypes stay."""
+        """`part` in the dtype in which the next module computes. Autocast turns float32 into bfloat16, and keeps other dtypes."""
         return part.bfloat16() if self.bf16 and part.dtype == torch.float32 else part
 
     @torch.no_grad()
@@ -134,7 +137,8 @@ class Teacher:
 
     @torch.no_grad()
     def says_what_its_matrix_gives(self, ids: Tensor) -> bool:
-        """Whether the target's logits are its output matrix and bias applied to hidden states. Some models also scale or bound them.
+        """Whether the target's logits are its hidden states times the output matrix, plus bias. Some models also scale or bound
+        logits.
 
         Args:
             ids: ``[B, T]``, any text.
@@ -158,7 +162,7 @@ class Teacher:
 
     @contextmanager
     def _noting(self) -> Iterator[dict[torch.nn.Module, Tensor]]:
-        """Yields a dict that records, by module, the outputs of the layers and the input of the output head while the target runs."""
+        """Yields a dict that fills while the target runs: for each layer its output, and for the output head its input."""
         noted: dict[torch.nn.Module, Tensor] = {}
 
         def note(layer: torch.nn.Module, _: object, output: Tensor | tuple) -> None:
@@ -180,7 +184,7 @@ class FeatureLearner(EpochLearner):
     Args:
         ids: ``[D]`` int64, the tokens that the network can propose.
         train: training text.
-        held_out: held-out text; scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
+        held_out: held-out text. Scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
         outer: output matrices and embeddings of the network.
     """
 
@@ -204,13 +208,13 @@ class FeatureLearner(EpochLearner):
         """The acceptance of drafts at the positions of `texts` that count."""
 
     def lesson(self, step: int) -> tuple[Texts, Lesson]:
-        """The rows of text from which a step learns, and the target's results for these rows."""
+        """The rows of text that a step learns from, and the target's results for them."""
         rows = self.examples_of(step)
         texts = self.train.chosen(rows)
         return texts, self.teacher.lesson(texts, self.stops, self.ids, rows)
 
     def lessons(self, texts: Texts) -> Iterator[tuple[Texts, Lesson]]:
-        """Yields all rows of `texts` with the target's results, as many rows at a time as in a training step."""
+        """Yields all rows of `texts` with the target's results, in parts as large as a training step."""
         for first in range(0, len(texts.ids), self.rows):
             part = texts.part(first, first + self.rows)
             yield part, self.teacher.lesson(part, self.stops, self.ids)
@@ -231,7 +235,7 @@ class Acceptance:
     Attributes:
         drafts: number of drafts.
         reached: for each length, the share of greedy drafts with at least this many accepted tokens.
-        rates: for each simulated token, how often it is the target's greedy choice, whether or not the tokens before it are accepted.
+        rates: for each simulated token, how often it is the target's greedy choice, also in drafts with earlier rejected tokens.
         overlaps: for each simulated token, the acceptance rate at temperature 1 under the best coupling: 1 - total variation.
     """
 
@@ -242,7 +246,7 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Mean number of tokens per step with these greedy drafts, the target's own token included."""
+        """Mean number of tokens that a step commits with these greedy drafts, the target's own token included."""
         return 1 + sum(self.reached)
 
     def facts(self) -> dict[str, Any]:
@@ -257,12 +261,12 @@ class AcceptanceSums:
         self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0
 
     def begin(self, whole: Tensor) -> None:
-        """Starts the next group of drafts. whole: ``[…]`` bool, the drafts that count, which are those whose positions all count."""
+        """Starts the next group of drafts. whole: ``[…]`` bool, whether all positions of a draft count. Only such drafts count."""
         self._drafts += int(whole.sum())
         self._place, self._whole, self._accepted = 0, whole, whole
 
     def add(self, scores: Tensor, right: Tensor, target: Tensor) -> None:
-        """Adds the results at the next place of every draft in the group. It is called once per place, in order.
+        """Adds the results at the next place of every draft in the group. Called once per place, in order.
 
         Args:
             scores: ``[…, D]`` float32, the network's logits.
@@ -289,8 +293,8 @@ def train_head(
 
     Args:
         run: the recipe; its `rows` is the number of rows per step.
-        make: returns the learner, given the training text and the held-out text.
-        write: writes the network of the given learner, and returns its card with the given figures.
+        make: takes the training text and the held-out text, and returns the learner.
+        write: takes the learner and the figures. Writes the learner's network, and returns its card.
         goes_on: whether an earlier network is trained further. If so, only a run from the same initial weights can be resumed.
 
     Returns:
@@ -329,10 +333,11 @@ def train_head(
 
 
 def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
-    """The indices (from 0) of the decoder layers whose outputs a network reads. run: the recipe, which chooses the layers.
+    """The indices (from 0) of the decoder layers that a network reads. run: the recipe, which chooses the layers.
 
     Raises:
-        TrainingError: the target has no list of decoder layers. SettingsError: the target lacks a layer that the recipe names.
+        TrainingError: the target has no list of decoder layers.
+        SettingsError: the target lacks a layer that the recipe names.
     """
     if not (count := len(decoder_layers(model))):
         raise TrainingError(
@@ -342,8 +347,9 @@ def layers_read(model: PreTrainedModel, run: Any) -> tuple[int, ...]:
 
 
 def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int = 1) -> LlamaConfig:
-    """The config of decoder layers that draft for the target `model`. Attention and rotary positions are as in the target, as far as
-    its config has Llama's field names.
+    """The config of decoder layers that draft for the target `model`.
+
+    Attention and rotary positions are as in the target, if the target's config names them as Llama's config does.
 
     Args:
         intermediate: width of the layers' MLPs; None: the target's, or four times the hidden size if the target has no single width.
@@ -374,8 +380,10 @@ def layer_config(model: PreTrainedModel, intermediate: int | None, layers: int =
 
 
 def drafted_size(model: PreTrainedModel, named: int | None, owner: str) -> int:
-    """The size ``D`` of the draft vocabulary: `named`, or the target's if None. Raises SettingsError if `named` is below 1 or above the
-    target's.
+    """The size ``D`` of the draft vocabulary: `named`, or the target's vocabulary size if `named` is None.
+
+    Raises:
+        SettingsError: `named` is below 1 or above the target's vocabulary size.
     """
     vocab = len(model.get_output_embeddings().weight)
     if named is not None and not 0 < named <= vocab:

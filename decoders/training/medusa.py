@@ -1,8 +1,8 @@
 """`train_medusa` trains heads for a frozen target (Medusa-1), and searches the best draft tree for them, in one resumable run.
 
-From the target's hidden states, which are stored on disk, the heads learn to predict tokens after the next token. The text comes from
-files. The target continues a share of the rows (section 2.3.2 of the paper), because in decoding the heads read text that the target
-wrote.
+The heads learn to predict tokens after the next token from the target's hidden states. These are computed once and stored on disk.
+The text comes from files. The target continues a share of the rows (section 2.3.2 of the paper), because in decoding the heads read
+text that the target wrote.
 
 Letters: ``W`` rows, ``T`` tokens of a row, ``P`` = ``W·T`` positions, ``Q`` positions with a known label, ``K`` heads.
 """
@@ -35,7 +35,7 @@ from .trainer import EpochLearner, Trainer, warmup_cosine
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Label of a position whose right token is not known, for instance after the end of a row.
+#: Label where the right token is not known, for instance after the end of a row.
 UNKNOWN = -100
 #: Number of rows per pass of the target.
 ROWS = 32
@@ -60,11 +60,12 @@ def train_medusa(
     Args:
         texts: training texts.
         run: settings of the heads and of their training.
-        held: held-out texts for early stopping and the tree, preferably texts new to the target. Empty: a twentieth of `texts`.
+        held: held-out texts for early stopping and the tree, preferably texts that are new to the target. Empty: a twentieth of
+            `texts`.
         test: texts on which the heads are measured at the end, for the card. Empty: only the held-out texts are measured.
-        tree: whether a tree is searched on the held-out text; otherwise the heads are written with their present tree.
+        tree: whether to search a tree on the held-out text. Otherwise the heads are written with their present tree.
         nodes: number of nodes in the searched tree.
-        given: trained heads: only their tree is searched and their figures are measured. None: heads are trained.
+        given: trained heads. Only their tree is searched and their figures are measured. None: new heads are trained.
         dtype: dtype of the written weights.
         resume: whether to continue from the checkpoint in ``out/training``.
         checkpoint_minutes: minutes between checkpoints.
@@ -72,7 +73,7 @@ def train_medusa(
 
     Returns:
         The figures: the heads' accuracies (top 1 and top 5) on text of files and on text that the target wrote, mean tokens per step
-        with the trees, and seconds of training, not counting the preparation of text and hidden states.
+        with the trees, and seconds of training. The seconds do not include the preparation of text and hidden states.
 
     Raises:
         TrainingError: there is too little text, or the checkpoint belongs to another run.
@@ -130,7 +131,7 @@ def train_medusa(
 
 
 class _TextSet:
-    """Text for training or for measuring, and the target's hidden states for it, in files of `store` whose names begin with `name`."""
+    """Text for training or for measuring, with the target's hidden states. Both are in files of `store` that are named after `name`."""
 
     def __init__(self, store: TextStore, name: str, texts: Sequence[str], rows: int, training: HeadsTraining) -> None:
         self.texts = store.rows(name, texts, rows)
@@ -153,7 +154,11 @@ class _TextSet:
         return Examples.of(self.hidden[rows], self.labels[rows])
 
     def measure(self, heads: MedusaHeads, head: Head) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """By kind of text (:meth:`.Texts.kinds`), accuracies, and the :func:`ranks_of` positions with a known label for every head."""
+        """Measures each kind of text (:meth:`.Texts.kinds`).
+
+        Returns:
+            by kind, the accuracies, and the ranks (:func:`ranks_of`) at positions where the labels of all heads are known.
+        """
         measured = {}
         for kind, rows in self.texts.kinds().items():
             ranks = ranks_of(heads, head, self.examples(rows))
@@ -165,8 +170,8 @@ class _TextSet:
 def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
     """The token that head k should predict at each position, ``[W, T, K]`` int64: the token k + 2 positions later.
 
-    The output head predicts the next token, so head 0 predicts the token after it. Tokens after the row are unknown. Tokens that the
-    target wrote after an end of sequence count as unknown, too, because decoding stops there.
+    The output head predicts the next token, so head 0 predicts the token after it. Tokens after the end of the row are unknown.
+    Tokens that the target wrote after an end of sequence also count as unknown, because decoding stops there.
     """
     ids, (w, t) = texts.ids, texts.ids.shape
     labels = torch.full((w, t, heads), UNKNOWN)
@@ -184,7 +189,7 @@ def labels_of(texts: Texts, heads: int, stops: Sequence[int]) -> Tensor:
 
 
 class HiddenStates:
-    """The inputs of the output head, ``[W, T, H]``, computed in batches of rows into a file that is mapped into memory.
+    """The inputs of the output head, ``[W, T, H]``, in a file that is mapped into memory. They are computed in batches of rows.
 
     Interrupted work continues with the next batch. The file holds ``W·T·H`` numbers of `dtype`.
     """
@@ -209,9 +214,9 @@ class HiddenStates:
         return done if self.file.exists() and note == self._identity else 0
 
     def fill(self, progress: Progress = lambda rows: None) -> None:
-        """Runs the target over the rows whose hidden states are missing, and calls `progress` with each batch's number of rows."""
+        """Runs the target over the rows without hidden states. Calls `progress` with the number of rows of each batch."""
         model, seen = self.model, list[Tensor]()
-        # The input of the output head is recorded, because models differ in the names and norms of their hidden states.
+        # The hook records the input of the output head, because models differ in how they name and norm their hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         with hook, evaluating(model):
             while self.done < len(self.texts.ids):
@@ -230,7 +235,7 @@ class Examples:
     Attributes:
         hidden: ``[P, H]``, the hidden states, in a mapped file.
         labels: ``[P, K]``, the right token of each head.
-        known: ``[Q]``, the indices of positions with at least one known label.
+        known: ``[Q]``, the indices of positions that have at least one known label.
     """
 
     hidden: Tensor
@@ -246,7 +251,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Head:
-    """The target's output head, which all Medusa heads share.
+    """The target's output head. All Medusa heads share it.
 
     Attributes:
         weight: ``[V, H]``.
@@ -271,7 +276,7 @@ class HeadsLearner(EpochLearner):
     Args:
         head: the target's output head.
         train: training positions.
-        held_out: held-out positions; scores are computed on at most :data:`WATCHED` of them.
+        held_out: held-out positions. Scores are computed on at most :data:`WATCHED` of them.
     """
 
     model: MedusaHeads
@@ -291,7 +296,7 @@ class HeadsLearner(EpochLearner):
         self._held_out = Examples(held_out.hidden, held_out.labels, watched)
 
     def learn(self, step: int) -> Tensor:
-        """As :meth:`Learner.learn`, one head at a time, because the logits of all heads together are large."""
+        """Learns one head at a time, because the logits of all heads together are large. See :meth:`Learner.learn`."""
         positions = self.train.known[self.examples_of(step)]
         device = self.head.weight.device
         hidden = self.train.hidden[positions].to(device).float()
@@ -316,7 +321,7 @@ class HeadsLearner(EpochLearner):
 
 @torch.no_grad()
 def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
-    """The rank of the right token among each head's tokens, ``[Q, K]`` int64, 0 for the best; -1 if the right token is not known."""
+    """The rank of the right token among each head's tokens, ``[Q, K]`` int64. 0: the best; -1: the right token is not known."""
     chunks = []
     for positions in examples.known.split(CHUNK):
         hidden, labels = examples.hidden[positions].to(head.weight.device), examples.labels[positions]
@@ -331,7 +336,7 @@ def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
 
 
 def accuracies(ranks: Tensor, among: int = 1) -> list[float]:
-    """For each head, the share of its known ranks (:func:`ranks_of`) below `among`; with 1, how often its best token is right."""
+    """How often the right token is among each head's `among` best tokens. ranks: from :func:`ranks_of`; unknown ranks are ignored."""
     known = (ranks >= 0).sum(0).clamp(min=1)
     return (((ranks >= 0) & (ranks < among)).sum(0) / known).tolist()
 

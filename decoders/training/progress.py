@@ -18,7 +18,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Yields a function that advances a progress bar from `done` to `total`. Without a console or work left, no bar is shown."""
+    """Yields a function that advances a progress bar from `done` to `total`. Shows no bar without a console, or without work left."""
     if console is None or done >= total:
         yield lambda count, note="": None
         return
@@ -57,7 +57,7 @@ class Pace:
         self._began = False
 
     def update(self, loss: float, seconds: float) -> None:
-        """Includes in the averages a step that took `seconds` and had the loss `loss`."""
+        """Adds a step to the averages. It took `seconds` and had the loss `loss`."""
         speed = self.positions / max(seconds, 1e-9)
         keep = 0.95 if self._began else 0.0
         self.loss = keep * self.loss + (1 - keep) * loss

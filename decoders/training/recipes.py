@@ -12,7 +12,7 @@ Origin = Literal["layers", "scratch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings that all trainings share.
+    """Settings that all kinds of training share.
 
     Attributes:
         tokens: greatest number of training tokens.
@@ -22,7 +22,7 @@ class Recipe:
         rate: peak learning rate.
         bf16: whether to compute in bfloat16; the trained weights are float32.
         checks: number of measurements of the held-out scores per epoch.
-        patience: number of checks without a gain after which training stops.
+        patience: training stops after this number of checks without a gain.
         seed: seed of the initial weights and of the order of the data.
     """
 
@@ -45,8 +45,8 @@ class HeadsTraining(Recipe):
         heads: number of heads.
         layers: number of residual blocks in each head.
         projection: each head's projection to the vocabulary: tied, low_rank or full.
-        rank: rank of the projection low_rank.
-        tokens: greatest number of training tokens; their hidden states are stored on disk.
+        rank: rank of a low_rank projection.
+        tokens: greatest number of training tokens. Their hidden states are stored on disk.
         batch: number of positions per step.
         decay: head k's loss has the weight ``decay ** k`` (the paper's λ_k).
     """
@@ -67,12 +67,12 @@ class HeadTraining(Recipe):
     """Settings of an EAGLE-3 head and of its training. Further attributes are in :class:`Recipe`.
 
     Attributes:
-        depth: number of drafted tokens that training simulates; the head's outputs are fed back ``depth - 1`` times.
-        layers: indices of the target's decoder layers whose outputs are read, -1 is the last; None: :func:`default_layers`.
+        depth: number of drafted tokens that training simulates. The head's outputs are fed back ``depth - 1`` times.
+        layers: indices of the target's decoder layers that are read, -1 is the last; None: :func:`default_layers`.
         intermediate: width of the layer's MLP; None: the target's.
-        draft_vocab: number of tokens that the head can propose, the most frequent tokens of the text; None: all.
+        draft_vocab: number of tokens that the head can propose (the most frequent tokens of the text); None: all.
         rows: number of rows per step.
-        chains: share of the positions, drawn anew in every step, at which more than one token is simulated.
+        chains: share of positions at which more than one token is simulated. The positions are drawn anew in every step.
         decay: the loss at simulated token k has the weight ``decay ** k``.
     """
 
@@ -110,14 +110,14 @@ class BlockTraining(Recipe):
     Attributes:
         block: number of tokens that are drafted in one pass.
         depth: number of the draft model's decoder layers.
-        layers: indices of the target's decoder layers whose outputs are read; None: three, spread over all layers but the last.
+        layers: indices of the target's decoder layers that are read; None: three, spread over all layers but the last.
         intermediate: width of the MLPs in the draft model's layers; None: the target's.
         rank: rank of the bias that the head adds (DSpark); 0: no head.
-        head: inputs of the bias at a draft token. vanilla: the token before it; rnn: all tokens before it in the block, and the
-            network's hidden state for it.
-        draft_vocab: number of tokens that the draft model can propose, the most frequent tokens of the text; None: all.
+        head: what the bias at a draft token depends on. vanilla: the token before it. rnn: all tokens before it in the block, and the
+            network's hidden state at this place.
+        draft_vocab: number of tokens that the draft model can propose (the most frequent tokens of the text); None: all.
         rows: number of rows per step.
-        blocks: share of a row's positions, drawn anew in every step, at which a block begins.
+        blocks: share of a row's positions at which a block begins. The positions are drawn anew in every step.
         decay: the loss at a block's draft token k has the weight ``decay ** k``.
     """
 
@@ -145,8 +145,8 @@ class BlockTraining(Recipe):
         """The indices (from 0) of the layers that the draft model reads in a target with `count` layers.
 
         Raises:
-            SettingsError: the target lacks one of the layers, or one of them is the last layer, whose output some inference engines
-                take before the final norm, and others after it.
+            SettingsError: the target lacks one of the layers, or one of them is the last layer. Inference engines differ in whether
+                they read the last layer's output before or after the final norm.
         """
         layers = self.layers
         if layers is None:
@@ -161,7 +161,7 @@ class BlockTraining(Recipe):
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """The indices of a low, a middle and a high layer: EAGLE-3's choice for 12 layers or more, else nearer to the top."""
+    """The indices of a low, a middle and a high layer. From 12 layers on this is EAGLE-3's choice, else one nearer to the top."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 
@@ -170,10 +170,10 @@ class DraftTraining(Recipe):
     """Settings of a draft model and of its training. Further attributes are in :class:`Recipe`.
 
     Attributes:
-        origin: ``layers``: some of the target's own layers with its embedding and output head (pruning); ``scratch``: a model of the
+        origin: ``layers``: some of the target's own layers, with its embedding and output head (pruning). ``scratch``: a model of the
             target's class with random weights.
         count: number of layers of the draft model; None: a sixth of the target's.
-        keep: indices of the target's layers that are kept, given instead of `count`; -1 is the last layer.
+        keep: indices of the target's layers that are kept, as an alternative to `count`; -1 is the last layer.
         hidden: hidden size of a model from scratch; None: about a quarter of the target's. Attention heads keep their size.
         rows: number of rows per step.
     """
@@ -195,7 +195,7 @@ class DraftTraining(Recipe):
             raise SettingsError(f"a draft model has 1 or more layers, not {self.count}")
 
     def layers_of(self, count: int) -> tuple[int, ...]:
-        """The indices (from 0) of the layers to keep in a target with `count` layers: `keep`, or layers spread evenly over the target.
+        """The indices (from 0) of the layers that are kept of a target with `count` layers: `keep`, or evenly spaced layers.
 
         Raises:
             SettingsError: the target lacks one of the layers.
@@ -216,11 +216,11 @@ class DraftTraining(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Settings of the calls of ``speculative`` that are measured for the card of a draft model.
+    """Settings of the ``speculative`` calls that are measured for the card of a draft model.
 
     Attributes:
         length: number of tokens that are drafted in a step.
-        prompts: number of prompts, which are beginnings of held-out text.
+        prompts: number of prompts. They are beginnings of held-out text.
         new_tokens: number of new tokens after each prompt.
         seed: seed of the sampled text.
     """

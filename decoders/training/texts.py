@@ -30,9 +30,9 @@ T = TypeVar("T")
 ROWS = 32
 #: Share of the text that is held out, for early stopping and for the figures that a training reports.
 HELD_OUT_SHARE = 0.05
-#: Share of a row that is the prompt, if the target continues the row.
+#: If the target continues a row, this share of the row is the prompt.
 PROMPT_SHARE = 0.25
-#: Least number of held-out rows. There may be fewer test rows, if their text is short.
+#: Minimum number of held-out rows. There may be fewer test rows if their text is short.
 LEAST_ROWS = 4
 #: Names of the files in which a run stores its state.
 OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|json)")
@@ -45,7 +45,7 @@ class Texts:
 
     Attributes:
         ids: ``[W, T]`` int64.
-        own: ``[W]``, in each row the first position that the target wrote; T if it wrote none.
+        own: ``[W]``, the first position of each row that the target wrote; T if it wrote none.
     """
 
     ids: Tensor
@@ -62,17 +62,17 @@ class Texts:
         return Texts(self.ids[rows], self.own[rows])
 
     def kinds(self) -> dict[str, Tensor]:
-        """The rows of each kind that exists, as ``[W]`` bool: ``text``, rows of files; ``own``, rows that the target continued."""
+        """The rows of each kind that exists, ``[W]`` bool. ``text``: rows of files. ``own``: rows that the target continued."""
         own = self.own < self.ids.shape[1]
         return {kind: rows for kind, rows in (("text", ~own), ("own", own)) if rows.any()}
 
     def by_kind(self, judge: Callable[[Texts], T]) -> dict[str, T]:
-        """The result of `judge` for the rows of each kind, see :meth:`kinds`."""
+        """The results of `judge` for the rows of each kind (:meth:`kinds`)."""
         return {kind: judge(self.chosen(rows)) for kind, rows in self.kinds().items()}
 
 
 def read_files(paths: Sequence[Path]) -> list[str]:
-    """The texts of files, and of all files in folders. Files that are not UTF-8 are left out.
+    """The texts of the files in `paths`, and of all files in folders in `paths`. Files that are not UTF-8 are left out.
 
     Raises:
         TrainingError: a path does not exist, or there is no text at all.
@@ -104,7 +104,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
     shuffled = [shuffled[i] for i in torch.randperm(len(shuffled), generator=generator).tolist()]
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     stream: list[int] = []
-    # Reads only as many texts as fill the rows; the order of the texts is random already.
+    # Tokenizes only as many texts as fill the rows. The order of the texts is random already.
     for text in shuffled:
         stream += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
         if len(stream) >= rows * length:
@@ -121,7 +121,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """A copy of `ids` in which the first rows, `share` of all, have `prompt` tokens of `ids` and then greedy text of the model."""
+    """A copy of `ids`. The model continues a `share` of the rows, the first ones, greedily after their first `prompt` tokens."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))
@@ -139,8 +139,10 @@ def own_texts(
 
 
 def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
-    """The positions whose predictions losses and figures include, ``[W, T]`` bool: in rows of files all positions; in rows that the
-    target continued, the positions from the prompt's last token up to the end of sequence, which itself is excluded.
+    """The positions that count in losses and figures, ``[W, T]`` bool.
+
+    In rows of files all positions count. In rows that the target continued, positions count from the prompt's last token up to the
+    end of sequence, but not the end of sequence itself.
     """
     ids, own = texts.ids, texts.own[:, None]
     positions = torch.arange(ids.shape[1])
@@ -150,7 +152,7 @@ def counted(texts: Texts, stops: Sequence[int]) -> Tensor:
 
 
 def hold_out(texts: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
-    """Splits texts into training texts and held-out texts; a single text is cut in two."""
+    """Splits texts into training texts and held-out texts. A single text is cut in two."""
     if len(texts) == 1:
         cut = int((1 - HELD_OUT_SHARE) * len(texts[0]))
         return [texts[0][:cut]], [texts[0][cut:]]
@@ -174,7 +176,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Job:
-    """All that a training run needs besides its recipe: the texts, the output folder, and how to resume.
+    """What a training run needs besides its recipe: the texts, the output folder, and how to resume.
 
     Until a run is complete, ``out/training`` holds its checkpoints and its rows of text. With `resume` an interrupted run continues
     from these files, and its final weights equal those of a run without interruption.
@@ -182,7 +184,8 @@ class Job:
     Attributes:
         texts: training texts.
         out: folder for the trained network and its card.
-        held: held-out texts for early stopping, preferably texts new to the target. Empty: a twentieth of `texts` is held out.
+        held: held-out texts for early stopping, preferably texts that are new to the target. Empty: a twentieth of `texts` is held
+            out.
         test: texts on which the network is measured at the end, for the card.
         dtype: dtype of the written weights.
         command: the command line that started the training, for the card.
@@ -203,7 +206,7 @@ class Job:
 
 
 def workplace(out: Path, resume: bool) -> Path:
-    """Returns the folder in which a run that writes to `out` stores its state. Without `resume`, the folder is emptied.
+    """Returns the folder in `out` where a run stores its state. Without `resume`, the folder is emptied.
 
     Raises:
         SettingsError: `out` cannot be written, or contains files that training might replace. Hidden files and the state of an
@@ -213,7 +216,7 @@ def workplace(out: Path, resume: bool) -> Path:
     try:
         state = [file.name for file in work.iterdir()] if work.is_dir() else []
         present = [file.name for file in out.iterdir() if file != work] if out.exists() and not state else state
-        # Hidden files are allowed because a new repository of the hub has .gitattributes.
+        # Hidden files are allowed because a new repository of the Hub has .gitattributes.
         others = sorted(name for name in present if not (OWN_FILES.fullmatch(name) if state else name.startswith(".")))
         if others:
             where = f"{work if state else out} has other files ({others[0]})"
@@ -234,7 +237,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def held_out_rows(rows: int) -> int:
-    """The number of rows that are held out beside `rows` training rows."""
+    """The number of held-out rows for `rows` training rows."""
     return max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
 
 
@@ -243,7 +246,7 @@ class TextStore:
     """Makes training rows and held-out rows. The target continues a share of them. All rows stay on disk until the run is complete.
 
     Attributes:
-        model: the target, which continues rows.
+        model: the target.
         tokenizer: the target's tokenizer.
         recipe: defines the length of rows, the share of rows that the target continues, and the seed for the order of the texts.
         folder: where rows are stored.
@@ -258,7 +261,7 @@ class TextStore:
 
     @cached_property
     def model_digest(self) -> str:
-        """The :func:`digest` of the target, computed once, because its weights do not change during a run."""
+        """The :func:`digest` of the target. It is computed once, because the weights do not change during a run."""
         return digest(self.model)
 
     def learnt_and_held(self, texts: Sequence[str], held: Sequence[str], count: int) -> tuple[Texts, Texts]:
@@ -277,8 +280,9 @@ class TextStore:
         return self.rows("train", learnt, count), rows
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`, some of them continued by the target. Rows that were made under `name` before, from the same
-        target and texts, are read from disk.
+        """At most `count` rows of `texts`, some of them continued by the target.
+
+        If rows were made before under the same `name`, from the same target and texts, they are read from disk.
 
         Raises:
             TrainingError: the texts do not fill one row.
@@ -297,5 +301,5 @@ class TextStore:
         return rows
 
     def texts(self, texts: Iterable[str], count: int) -> Tensor:
-        """At most `count` rows of `texts`, ``[W, T]`` int64, none of them continued; see :func:`rows_of_text`."""
+        """At most `count` rows of `texts`, ``[W, T]`` int64, which the target does not continue. See :func:`rows_of_text`."""
         return rows_of_text(self.tokenizer, texts, self.recipe.length, count, self.recipe.seed)

@@ -1,4 +1,4 @@
-"""A training run: the loop over optimizer steps, checkpoints, and the schedules, optimizers and loss that all trainings share."""
+"""The training loop with its checkpoints, and the schedules, optimizers and loss that all kinds of training share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: Of the default schedule: number of steps in which the rate rises, and share of the steps in which it falls.
+#: In the default schedule, the rate rises for WARMUP_STEPS steps, and falls for the last DECAY_SHARE of the steps.
 WARMUP_STEPS, DECAY_SHARE = 20, 0.5
 
 
@@ -37,10 +37,12 @@ class Run:
     Attributes:
         steps: number of optimizer steps, if the run is not stopped early.
         rate: returns the learning rate of a step, given its number.
-        identity: settings and fingerprints of data and model, JSON-safe; a checkpoint is resumed only if it has the same identity.
+        identity: settings, and fingerprints of data and model, as JSON-safe values. A checkpoint is resumed only if it has the same
+            identity.
         clip: greatest norm of the gradients; None: no clipping.
-        check_every: number of steps between checks of the held-out scores; the last step is checked, too. None: no checks.
-        patience: number of checks without a better score after which training stops; None: it does not stop early.
+        check_every: number of steps between checks of the held-out scores. There is also a check after the last step. None: no
+            checks.
+        patience: training stops after this number of checks without a better score; None: it does not stop early.
     """
 
     steps: int
@@ -56,8 +58,8 @@ class Learner(ABC):
 
     Attributes:
         model: the model whose weights are trained.
-        optimizers: each makes one update per step; together they update all parameters of the model.
-        positions: number of tokens or positions that a step learns from, for the speed that is shown.
+        optimizers: each makes one update per step. Together they update all parameters of the model.
+        positions: number of tokens or positions that a step learns from. The progress bar shows the speed in these.
     """
 
     model: torch.nn.Module
@@ -72,7 +74,7 @@ class Learner(ABC):
         """
 
     def scores(self) -> list[float]:
-        """Accuracies on held-out data, at least one if there are checks. A run ends with the weights of the greatest mean accuracy."""
+        """Accuracies on held-out data, at least one if there are checks. A run ends with the weights of the best mean accuracy."""
         return []
 
     def in_words(self, scores: Sequence[float]) -> str:
@@ -85,10 +87,10 @@ class EpochLearner(Learner):
 
     Args:
         examples: number of examples.
-        per_step: number of examples per step; examples at the end of an epoch that do not fill a step are left out.
+        per_step: number of examples per step. Examples at the end of an epoch that do not fill a step are left out.
 
     Attributes:
-        schedule: the learning rate, by step, number of steps and peak rate.
+        schedule: takes a step, the number of steps and the peak rate, and returns the learning rate.
         clip: greatest norm of the gradients; None: no clipping.
     """
 
@@ -115,7 +117,7 @@ class EpochLearner(Learner):
         return self._order[place * self._per_step : (place + 1) * self._per_step]
 
     def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this learner. identity: fingerprints of text and target; a run is resumed only if they are equal."""
+        """The :class:`Run` of this learner. identity: fingerprints of text and target. They must be equal to resume a run."""
         recipe, steps = self._recipe, self._recipe.epochs * self.steps_per_epoch
         return Run(
             steps=steps,
@@ -145,11 +147,11 @@ class Step:
 
 
 class Trainer:
-    """The state of one run, which checkpoints hold: model, optimizers, number of steps and best weights.
+    """One training run and its state: model, optimizers, number of steps and best weights. Checkpoints store this state.
 
     Attributes:
         step: number of optimizer steps done.
-        seconds: duration of all steps and checks so far, also of those before the run was resumed.
+        seconds: duration of all steps and checks so far, including those before the run was resumed.
         best: weights with the best mean score so far; None in a run without checks.
         best_score: the mean score of `best`.
         checks_since_best: number of checks since `best` was found.
@@ -171,8 +173,9 @@ class Trainer:
         self, name: str, checkpoint: Path, *, resume: bool = True, checkpoint_minutes: float = 1.0,
         console: Console | None = None, on_checkpoint: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Trains to the end and writes a final checkpoint. With `resume` it begins at the last checkpoint, if there is one. The first
-        Ctrl-C ends the run after the current step and writes a checkpoint. The second Ctrl-C ends the run at once.
+        """Trains to the end and writes a final checkpoint. With `resume` it begins at the last checkpoint, if there is one.
+
+        The first Ctrl-C ends the run after the current step and writes a checkpoint. The second Ctrl-C ends the run at once.
 
         Args:
             name: name of the trained network, for the progress bar.
@@ -180,7 +183,8 @@ class Trainer:
             on_checkpoint: called after every checkpoint except the final one.
 
         Raises:
-            TrainingError: the checkpoint belongs to another run. KeyboardInterrupt: Ctrl-C; the message names the checkpoint.
+            TrainingError: the checkpoint belongs to another run.
+            KeyboardInterrupt: Ctrl-C was pressed. The message names the checkpoint.
         """
         if resume and checkpoint.exists():
             self.load(checkpoint)
@@ -250,7 +254,7 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the whole state so that torch can load it with ``weights_only``. If writing fails, the earlier checkpoint remains."""
+        """Writes the whole state. torch can load it with ``weights_only``. If writing fails, the earlier checkpoint remains."""
         state = {
             "identity": dict(self.run.identity),
             "step": self.step,
@@ -290,7 +294,7 @@ class Trainer:
 
 @contextmanager
 def first_interrupt() -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C sets. Outside the main thread, or with another handler of Ctrl-C, nothing sets it."""
+    """Yields an event that the first Ctrl-C sets. The event is never set outside the main thread, or if Ctrl-C has another handler."""
     event, default = threading.Event(), signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
         yield event
@@ -308,7 +312,7 @@ def first_interrupt() -> Iterator[threading.Event]:
 
 
 def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int, decay_share: float) -> float:
-    """The learning rate: it rises over `warmup_steps`, stays at `peak`, and falls to zero over the last `decay_share` of the steps.
+    """The learning rate. It rises over `warmup_steps`, stays at `peak`, and falls to zero over the last `decay_share` of the steps.
 
     Before the decay, the rate does not depend on `steps`, so a run can be resumed with another number of steps.
     """
@@ -318,7 +322,7 @@ def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int
 
 
 def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) -> float:
-    """The learning rate: half a cosine from `peak` to zero, with a linear warm-up over the first `warmup_share` of the steps."""
+    """The learning rate. It falls along half a cosine from `peak` to zero, after a linear warm-up over `warmup_share` of the steps."""
     warmup = min(1.0, (step + 1) / max(1.0, warmup_share * steps))
     return peak * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 
@@ -326,11 +330,12 @@ def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) ->
 def muon_and_adamw(
     model: nn.Module, rate: float, outer: Iterable[Tensor], decay: float = 0.01
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers: Muon for the hidden matrices, AdamW for all other parameters. Muon's updates are scaled to the size of AdamW's
-    updates, so that both use one learning rate.
+    """The optimizers: Muon for the hidden matrices, AdamW for all other parameters.
+
+    Muon's updates are scaled to the size of AdamW's updates, so that both use one learning rate.
 
     Args:
-        outer: embeddings and output matrices, for which Muon is not defined.
+        outer: embeddings and output matrices. Muon is not defined for them.
         decay: weight decay of the hidden matrices.
     """
     apart = {id(weight) for weight in outer}
