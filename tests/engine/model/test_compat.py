@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import warnings
@@ -57,6 +58,19 @@ def test_switches_of_dynamo_are_there() -> None:
     torch.set_num_threads(threads)
     assert torch_compat.graphs_compiled() == before + 1, "another number of threads is the same graph"
     assert torch.equal(torch_compat.compiled_region(lambda x: x + 1)(x), x + 1)
+
+
+def test_what_was_compiled_is_told_from_a_function_around_it() -> None:
+    model = tiny_model("llama")
+    compiled = torch.compile(model.forward)
+    assert torch_compat.uncompiled(compiled) == model.forward, VERSION
+
+    @functools.wraps(compiled)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    assert torch_compat.uncompiled(around) is around
+    assert torch_compat.uncompiled(None) is None
 
 
 def test_what_dynamo_raises_is_known() -> None:
