@@ -165,8 +165,10 @@ def test_parameters_of_a_module_itself() -> None:
     other = torch.nn.Parameter(torch.zeros(2, 2))
     modules_compat.own_parameters(module)["weight"] = other
     assert module.weight is other, VERSION
+    assert not modules_compat.is_parametrized(module)
     torch.nn.utils.parametrizations.orthogonal(module)
     assert "weight" not in modules_compat.own_parameters(module), VERSION
+    assert modules_compat.is_parametrized(module), VERSION
 
 
 def test_whoever_waits_for_a_device_does_so_by_one_function() -> None:
