@@ -134,6 +134,7 @@ PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(Genera
 IDLE: dict[str, Callable[[Any], bool]] = {
     "token_type_ids": lambda v: isinstance(v, Tensor) and not v.any(),  # many tokenizers return zeros
     "logits_to_keep": lambda v: _is_whole(v) and v >= 0,
+    "labels": lambda v: True,  # transformers removes them, for its trainers pass them on
 }
 
 _WHOLE_NUMBERS = (

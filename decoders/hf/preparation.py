@@ -106,6 +106,8 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
     ids, mask, count = (arguments.get(name) for name in ("input_ids", "attention_mask", "max_new_tokens"))
     if not isinstance(ids, Tensor) or len(ids) != 1 or mask is None or type(count) is not int or count < 1:
         return None
+    if not mask.all():  # the repetition penalty depends on padding
+        return None
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # it may depend on the prompt
         return None
     values = [{name: value for name, value in arguments.items() if name not in _OWN}, *map(vars, configs)]

@@ -96,13 +96,16 @@ class BiasedSequences:
 def _changed(
     scores: Tensor, tokens: Tensor, change: Callable[[Tensor, Tensor], Tensor], onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """A copy of `onto` (or `scores`) ``[B, N, V]`` with new scores of a few tokens. No other tensor of this size is allocated.
+    """A copy of `onto` (or `scores`) ``[B, N, V]`` with new scores of a few tokens; `onto` itself if K is 0. No other tensor of this
+    size is allocated.
 
     Args:
         tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
         change: takes the old scores ``[B, N, K]`` of `tokens` and their ids. Returns new scores; equal tokens must get equal scores.
     """
     onto = scores if onto is None else onto
+    if not tokens.shape[-1]:
+        return onto
     tokens = torch.where(tokens < scores.shape[-1], tokens, _NONE)
     one = tokens.amax(-1, keepdim=True)  # entries that are -1 write this token's new score again
     index = torch.where(tokens < 0, one, tokens).clamp(min=0).expand(*scores.shape[:2], -1)

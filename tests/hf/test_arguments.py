@@ -332,7 +332,10 @@ def test_a_forward_replaced_by_a_function_is_called_that() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("idle", [{"token_type_ids": torch.zeros(1, 6, dtype=torch.int64)}, {"logits_to_keep": 1}])
+@pytest.mark.parametrize(
+    "idle",
+    [{"token_type_ids": torch.zeros(1, 6, dtype=torch.int64)}, {"logits_to_keep": 1}, {"labels": torch.ones(1, 6)}],
+)
 def test_arguments_that_change_nothing_are_taken(name: str, idle: dict) -> None:
     model, ids = decoders.enable(tiny_model(name)), torch.tensor([[5, 6, 7, 5, 6, 7]])
     options = dict(strategy="prompt_lookup", max_new_tokens=5, decoders_config={"compile": False})

@@ -225,6 +225,28 @@ def test_a_model_left_in_training_mode_decodes_as_in_evaluation() -> None:
     assert again.training, "and is left in training mode"
 
 
+def _never(graph: Any, inputs: Any) -> Any:
+    raise AssertionError("the loop runs what the user has compiled")
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda model: setattr(model, "forward", torch.compile(model.forward, backend=_never)),
+        lambda model: model.compile(backend=_never),
+        lambda model: model.model.layers[0].compile(backend=_never),
+        lambda model: model.model.layers.__setitem__(0, torch.compile(model.model.layers[0], backend=_never)),
+    ],
+    ids=["forward", "model", "layer", "module"],
+)
+def test_a_model_that_the_user_has_compiled_is_decoded_as_it_was_before(
+    fresh: PreTrainedModel, compiled: Callable
+) -> None:
+    expected = plainly(fresh)
+    compiled(fresh)
+    assert torch.equal(with_strategy(fresh), expected)
+
+
 def test_calls_under_inference_mode_and_gradients_work(fresh: PreTrainedModel) -> None:
     expected = plainly(fresh)
     with torch.inference_mode():

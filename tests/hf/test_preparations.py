@@ -170,8 +170,9 @@ def test_what_may_look_at_more_than_the_scores_is_prepared_each_time(
     [
         {"input_ids": torch.tensor([[5, 6], [7, 8]]), "attention_mask": torch.ones(2, 2, dtype=torch.int64)},
         {"attention_mask": None},
+        {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
     ],
-    ids=["two rows", "no mask"],
+    ids=["two rows", "no mask", "padded"],
 )
 def test_prompts_that_transformers_looks_at_are_prepared_each_time(
     llama: PreTrainedModel, asked: list[str], prompts: dict[str, Any]
@@ -180,6 +181,17 @@ def test_prompts_that_transformers_looks_at_are_prepared_each_time(
     for _ in range(2):
         prepare(llama, **prompts)
     assert len(asked) == 2
+
+
+def test_padding_is_not_penalized_after_a_prompt_without_padding(llama: PreTrainedModel) -> None:
+    forget(llama)
+    ids, options = torch.arange(3, 12)[None], {"repetition_penalty": 50.0, "max_new_tokens": 12, "do_sample": False}
+    padded = torch.cat([llama.generate(ids, **options)[:, -1:].repeat(1, 3), ids], 1)
+    for prompt in (ids, padded):
+        mask = (torch.arange(prompt.shape[1]) >= prompt.shape[1] - ids.shape[1])[None].long()
+        inputs = {"input_ids": prompt, "attention_mask": mask}
+        ours = llama.generate(**inputs, **options, strategy="autoregressive")
+        assert ours.tolist() == llama.generate(**inputs, **options).tolist()
 
 
 def test_a_generate_of_the_models_own_is_called_each_time(fresh: PreTrainedModel, asked: list[str]) -> None:

@@ -22,6 +22,7 @@ from .cache import LayerSpec
 from .modules_compat import modules_in, parameters_in
 from .ranks import Ranks
 from .state_probe import LayoutProbe, Recurrent, StateProbe, may_keep_states
+from .torch_compat import uncompiled
 from .weights.fused import Group, SharedInputs, plain_weight
 
 
@@ -285,7 +286,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
             f"{name} keeps only a recurrent state and takes no position_ids: the shared loop needs a design that has attention, "
             f"too. {advice}"
         )
-    replaced = vars(model).get("forward")
+    replaced = uncompiled(vars(model).get("forward"))
     if isinstance(replaced, types.FunctionType):
         raise UnsupportedError(
             f"{name}.forward was replaced by the function {replaced.__qualname__!r}, which runs the user's model and not the loop's "

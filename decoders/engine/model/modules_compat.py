@@ -36,6 +36,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def is_parametrized(module: Any) -> bool:
+    """Whether a weight of `module` is parametrized, maybe by an adapter and for one pass alone. torch's own function is slower."""
+    return "parametrizations" in module._modules
+
+
 def modules_in(model: nn.Module) -> list[nn.Module]:
     """``list(model.modules())`` in a third of the time. Every call of the engine needs this list."""
     found: dict[int, nn.Module] = {}

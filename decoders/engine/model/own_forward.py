@@ -29,7 +29,7 @@ from .target import ForwardResult, Target
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 #: Errors that models raise if a prompt comes with the images of another prompt, so that lengths or shapes do not fit.
-WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, ValueError)
+WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, StopIteration, ValueError)
 #: To check a model, at most this many tokens at the end of each prompt are run a second time.
 CHECKED = 4
 

@@ -191,6 +191,13 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
     return compile(function, fullgraph=True, dynamic=dynamic, options=given, **more)
 
 
+def uncompiled(function: Any) -> Any:
+    """What ``torch.compile`` has compiled to `function`; `function` itself if it was not compiled."""
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    # functools.wraps gives both attributes to a function around a compiled one, with another value of the second.
+    return original if original is not None and function.__wrapped__ == original else function
+
+
 @cache
 def spare_compiler_warnings() -> None:
     """Silences warnings of torch's compiler that users can do nothing about. Where warnings are errors, they would end a compilation.

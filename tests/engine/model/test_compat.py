@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import warnings
@@ -57,6 +58,19 @@ def test_switches_of_dynamo_are_there() -> None:
     torch.set_num_threads(threads)
     assert torch_compat.graphs_compiled() == before + 1, "another number of threads is the same graph"
     assert torch.equal(torch_compat.compiled_region(lambda x: x + 1)(x), x + 1)
+
+
+def test_what_was_compiled_is_told_from_a_function_around_it() -> None:
+    model = tiny_model("llama")
+    compiled = torch.compile(model.forward)
+    assert torch_compat.uncompiled(compiled) == model.forward, VERSION
+
+    @functools.wraps(compiled)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    assert torch_compat.uncompiled(around) is around
+    assert torch_compat.uncompiled(None) is None
 
 
 def test_what_dynamo_raises_is_known() -> None:
@@ -151,8 +165,10 @@ def test_parameters_of_a_module_itself() -> None:
     other = torch.nn.Parameter(torch.zeros(2, 2))
     modules_compat.own_parameters(module)["weight"] = other
     assert module.weight is other, VERSION
+    assert not modules_compat.is_parametrized(module)
     torch.nn.utils.parametrizations.orthogonal(module)
     assert "weight" not in modules_compat.own_parameters(module), VERSION
+    assert modules_compat.is_parametrized(module), VERSION
 
 
 def test_whoever_waits_for_a_device_does_so_by_one_function() -> None:

@@ -22,7 +22,7 @@ from decoders.engine.model.self_check import target_of
 from decoders.engine.model.weights.quantized import has_kernels
 from decoders.errors import UnsupportedError
 from decoders.hf import wrapper
-from decoders.testing import decode, prompts
+from decoders.testing import decode, prompts, tiny_model
 from decoders.testing.models import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -270,6 +270,23 @@ def test_a_merged_adapter_counts_in_every_precision(plain: PreTrainedModel, weig
     for model in (used, fresh):
         model.merge_adapter()
     assert torch.equal(used.generate(**prompts(), **own), fresh.generate(**prompts(), **own))
+
+
+@pytest.mark.parametrize(("weights", "close"), [("keep", 1e-3), ("int8", 2.0)])
+def test_an_adapter_that_parametrizes_a_weight_during_its_pass_counts(weights: str, close: float) -> None:
+    """Without the adapter, logits differ by more than 6."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=[], target_parameters=["q_proj.weight"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(tiny_model("llama", hidden_size=128), config).eval()
+    options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    decoders.enable(model).merge_adapter()
+    for change in (lambda: None, model.unmerge_adapter):
+        change()
+        theirs = model.generate(**prompts(), **options)
+        ours = model.generate(**prompts(), **options, strategy="prompt_lookup", decoders_config={"weights": weights})
+        assert (ours.logits[0] - theirs.logits[0]).abs().max() < close
 
 
 def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:

@@ -23,6 +23,7 @@ from decoders.hf.multimodal import inputs_of
 from decoders.strategies import PromptLookup, TokenRecycling
 from decoders.testing import assert_same_tokens, decode, tiny_model
 from decoders.testing.images import HEARING, IMAGE, QUESTIONS, SEEING, image_prompts, tiny_seeing_model
+from decoders.testing.seeing import VIDEO
 
 from .conftest import EAGER, enabled, plain
 
@@ -218,6 +219,19 @@ def test_as_many_images_as_rows_are_divided_where_they_are_not_arranged_by_row(
         assert own_passes == passes
         if given is inputs:
             assert_same_tokens(enabled(name), inputs, text, out.sequences, name)
+
+
+def test_images_and_videos_in_one_batch_are_read_all_together(own_passes: list[int]) -> None:
+    """As many images as rows look as if every row had one; the model says otherwise when the positions are computed."""
+    name, inputs = "qwen2_vl", image_prompts("qwen2_vl", (2, 2))
+    for token, kind in (("input_ids", VIDEO), ("mm_token_type_ids", 2)):
+        inputs[token][1] = torch.where(inputs["input_ids"][1] >= IMAGE, kind, inputs[token][1])
+    inputs["pixel_values"], inputs["pixel_values_videos"] = inputs["pixel_values"].chunk(2)
+    inputs["image_grid_thw"], inputs["video_grid_thw"] = inputs["image_grid_thw"].chunk(2)
+    without_texts(name)
+    out = written(name, inputs)
+    assert own_passes == [2]
+    assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
 
 
 def test_a_lack_of_memory_is_not_taken_for_images_of_other_rows(

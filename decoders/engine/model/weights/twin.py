@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ....common.transformers_compat import SET_BY_GENERATE, decoder_layers
 from ....errors import SettingsError, UnsupportedError, amount
+from ..torch_compat import uncompiled
 
 #: Names of the attributes that every module has.
 INTERNAL = frozenset(vars(nn.Module()))
@@ -66,7 +67,8 @@ class _Twin:
             touches = self._touches(value) or self._touches(value.__func__)
             return types.MethodType(self.of(value.__func__), self.of(value.__self__)) if touches else value
         if isinstance(value, types.FunctionType) and self._touches(value):
-            return self._function(value)
+            original = uncompiled(value)  # the loop compiles in its own way
+            return self._function(value) if original is value else self.of(original)
         if isinstance(value, functools.partial) and self._touches(value):
             partial = functools.partial(self.of(value.func), *map(self.of, value.args), **self._values(value.keywords))
             vars(partial).update(self._values(vars(value)))
