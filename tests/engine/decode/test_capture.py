@@ -242,6 +242,18 @@ def test_a_tape_refuses_what_a_cuda_graph_cannot_hold(body: Any) -> None:
         TapeRecorder().record(lambda: body(torch.ones(2)))
 
 
+def test_a_tape_does_not_hold_the_memory_that_it_reads() -> None:
+    tape, x = Tape(), torch.ones(2)
+    with tape:
+        y = (x + 1)[:1] * 2
+    x.add_(1)
+    tape.replay()
+    assert y.item() == 6
+    del x
+    with pytest.raises(RecordingError, match="memory that was freed"):
+        tape.replay()
+
+
 def test_what_a_state_holds_is_found_and_overwritten() -> None:
     module = nn.Linear(2, 2)
 
