@@ -21,6 +21,7 @@ from ..engine.decode.output import RequestOutput
 from ..engine.model.call_lock import CallLock
 from ..engine.model.layout import refuse_capture, refuse_unfit
 from ..engine.model.layout import vocabulary_of as logits_of
+from ..engine.model.ranks import Ranks
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..errors import SettingsError, UnsupportedError
 from ..registry.resolve import resolve_backend
@@ -213,6 +214,7 @@ class Generate:
         # call and a call in another thread could deadlock.
         precision = _precision(runtime)
         with self._lock:
+            Ranks.of(self.model).check("how they prepare it", runtime.attention, precision, self._engine is None)
             if self._engine is not None and not self._engine.refresh(self.model, runtime.attention, precision):
                 self._remembered = self._given
                 self._drop()

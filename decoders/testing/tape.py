@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..engine.model.torch_compat import TorchDispatchMode, schema_of, waiting_operators
+from ..engine.model.torch_compat import TorchDispatchMode, schema_of, waiting_operators, weak_memory
 
 aten = torch.ops.aten
 #: Functions that make the host wait for the device: they return a value to the host, or a tensor whose size depends on values.
@@ -140,6 +140,9 @@ class Tape(TorchDispatchMode):
 
     In a replay no Python code of the hook runs. Values of the host stay as they were in the recording, and results are written to the
     recorded tensors. When recording ends, all tensors that were written are restored, so that recording alone does not change them.
+
+    Like a graph, the tape does not keep memory alive that the operations use and did not allocate. :meth:`replay` raises RecordingError
+    if such memory was freed.
     """
 
     def __init__(self) -> None:
@@ -166,13 +169,51 @@ class Tape(TorchDispatchMode):
             for tensor, before in reversed(self._before):
                 tensor.copy_(before)
         self._before.clear()
+        own = {output.untyped_storage().data_ptr() for *_, outputs in self._operations for _, output in outputs}
+
+        def placed(value: Any) -> Any:
+            # A tensor without dimensions may be a number of Python, which a graph holds.
+            outside = isinstance(value, Tensor) and value.dim() and value.numel()
+            return _Place(value) if outside and value.untyped_storage().data_ptr() not in own else value
+
+        self._operations = [
+            (func, _mapped(placed, args), _mapped(placed, kwargs), outputs)
+            for func, args, kwargs, outputs in self._operations
+        ]
 
     def replay(self) -> None:
         with torch.inference_mode():
             for func, args, kwargs, outputs in self._operations:
-                results = _flat(func(*args, **kwargs))
+                results = _flat(func(*_mapped(_tensor, args), **_mapped(_tensor, kwargs)))
                 for index, output in outputs:
                     output.copy_(results[index])
+
+
+class _Place:
+    """The place of a tensor in memory that the tape does not hold."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._memory, self._empty = weak_memory(tensor), tensor.new_empty(0)
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor:
+        memory = self._memory()
+        if memory is None:
+            raise RecordingError("a replay uses memory that was freed after the recording: the recording must hold it")
+        return self._empty.detach().set_(memory, *self._layout)
+
+
+def _tensor(value: Any) -> Any:
+    return value.tensor() if isinstance(value, _Place) else value
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function` applied to its entries, also in lists, tuples and dicts within it."""
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(function, entry) for entry in value)
+    if isinstance(value, dict):
+        return {name: _mapped(function, entry) for name, entry in value.items()}
+    return function(value)
 
 
 def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from ..common.host_reads import kept
 from ..errors import DraftError
 from .tensors import NO_PARENT, TreeTensors
 
@@ -167,9 +168,12 @@ class Topology:
             self.extra_visible + ((),) * extra if self.extra_visible else (),
         )
 
-    @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
     def tensors(self, rows: int, device: torch.device) -> TreeTensors:
         """The tree as tensors on `device`, repeated for `rows` rows; cached."""
+        return kept(self._tensors(rows, device))
+
+    @lru_cache(maxsize=64)  # noqa: B019 - topologies are few, small and live as long as the process
+    def _tensors(self, rows: int, device: torch.device) -> TreeTensors:
         n = len(self)
         ancestors = torch.zeros(n, n, dtype=torch.bool, device="cpu")
         visible = torch.zeros(n, n, dtype=torch.bool, device="cpu")

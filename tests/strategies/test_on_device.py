@@ -118,6 +118,19 @@ class AnotherTree(Follower):
         return Draft(state.best.clone(), tree)
 
 
+class DropsWhatWasRead(Follower):
+    """Its state shows nothing; replayed, it reads memory that it has freed since the recording."""
+
+    def start(self, context):
+        return lambda memory=[torch.zeros(context.rows, 3, dtype=torch.int64)]: memory
+
+    def propose(self, state, sequences):
+        return Draft.chain(state()[0].clone())
+
+    def observe(self, state, step):
+        state()[0] = step.logits[:, 0].topk(3).indices
+
+
 class HidesItInAClosure(Follower):
     """Its state shows nothing; replayed, it goes on reading what was there when it was recorded."""
 
@@ -126,8 +139,8 @@ class HidesItInAClosure(Follower):
 
         def exchange(new=None):
             if new is not None:
-                memory[0] = new
-            return memory[0]
+                memory.append(new)
+            return memory[-1]
 
         return exchange
 
@@ -146,7 +159,7 @@ LIARS = {
     CountsInPython: "in step 5, and .* when it is replayed", KeepsWhatItWasGiven: "replayed|state.best has moved",
     MakesItAnew: "state.best has moved", MakesAnotherSize: r"state.turn is \[\d\] after \[\d\]",
     Longer: "proposes . nodes after .", AnotherTree: "proposes another tree of 4 nodes",
-    HidesItInAClosure: "when it is replayed",
+    HidesItInAClosure: "when it is replayed", DropsWhatWasRead: "memory that was freed after the recording",
 }  # fmt: skip
 
 

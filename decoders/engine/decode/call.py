@@ -111,6 +111,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     if request.given is not None:
         request.given.put(target, batch.rows.buffers)
         reusable = request.given.reach + reusable[len(request.prompts) :]
+    target.ranks.check("the texts of earlier calls that they keep", reusable)
     timings.start = stopwatch.next()
     prompts = PromptReader(proposer)
     if not reads:

@@ -190,7 +190,7 @@ class Recording:
         self, recorder: Recorder, body: Callable[[], Any], inputs: StaticInputs, capacity: RecordedCapacity | None = None
     ) -> None:  # fmt: skip
         self.recorder, self.body, self.capacity, self.inputs, self.replays = recorder, body, capacity, inputs, 0
-        with as_parts(), host_reads.as_recorded():
+        with as_parts(), host_reads.as_recorded() as self._kept:
             self._graph, self.output = recorder.record(body)
         tensors, _ = find_tensors((inputs.tensors, self.output))
         buffers = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors.values()}

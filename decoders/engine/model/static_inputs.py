@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ...tree import Topology
+from .torch_compat import with_parts
 
 #: Types of objects that are not searched for tensors.
 _OPAQUE = (
-    nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.device, torch.dtype,
+    type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, torch.device, torch.dtype,
     str, bytes, int, float, bool, complex, type(None), Topology,
 )  # fmt: skip
 
@@ -37,8 +38,9 @@ class SameObject:
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors inside `root`, by path, and all other values inside `root`, by path.
 
-    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. If an object has a
-    method `static_parts`, the method's result is searched instead of the object.
+    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. The value of a module
+    includes the addresses of its weights. If an object has a method `static_parts`, the method's result is searched instead of the
+    object.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -48,6 +50,10 @@ def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):  # replays read its weights at the addresses that they had in the recording
+        weights = with_parts([*value.parameters(), *value.buffers()])
+        yield path, (SameObject(value), *[weight.data_ptr() for weight in weights])
+        return
     if isinstance(value, (Tensor, *_OPAQUE)) or id(value) in above:
         yield path, None if id(value) in above else value
         return
@@ -82,13 +88,16 @@ class StaticInputs:
     def __init__(self, root: Any) -> None:
         self.root = root  # this keeps the objects alive, because they are compared by identity
         self.tensors, self.others = find_tensors(root)
+        self._places = {path: tensor.data_ptr() for path, tensor in self.tensors.items()}
 
     @property
     def settled(self) -> bool:
         """Whether `root` still holds the tensors of this object. If a step has replaced one, another call's values cannot be loaded."""
-        tensors, _ = find_tensors(self.root)
-        same = tensors.keys() == self.tensors.keys()
-        return same and all(self.tensors[path].data_ptr() == tensor.data_ptr() for path, tensor in tensors.items())
+        return self._are_in_place(find_tensors(self.root)[0])
+
+    def _are_in_place(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether `tensors` have the memory that :attr:`tensors` had at first, which replays use."""
+        return {path: tensor.data_ptr() for path, tensor in tensors.items()} == self._places
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
         """Copies the values of the tensors in `root` to :attr:`tensors`. Returns False, without copying, if `root` does not fit."""
@@ -96,6 +105,8 @@ class StaticInputs:
         if tensors.keys() != self.tensors.keys() or others.keys() != self.others.keys():
             return False
         if not all(_alike(self.tensors[path], tensor) for path, tensor in tensors.items()):
+            return False
+        if not self._are_in_place(self.tensors):
             return False
         if not all(_equal(self.others[path], other) for path, other in others.items()):
             return False
@@ -189,7 +200,7 @@ def _alike(own: Tensor, other: Tensor) -> bool:
 def _equal(own: Any, other: Any) -> bool:
     if own is other:
         return True
-    if type(own) is not type(other) or isinstance(own, nn.Module | types.FunctionType):
+    if type(own) is not type(other) or isinstance(own, types.FunctionType):
         return False
     try:
         return bool(own == other)

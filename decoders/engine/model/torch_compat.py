@@ -21,6 +21,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: The errors that Dynamo raises if it cannot compile. torch has no public class for them.
@@ -116,6 +117,12 @@ def float32_precision(device: torch.device) -> str:
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     precision: str = backend.matmul.fp32_precision
     return precision
+
+
+def weak_memory(tensor: Tensor) -> Callable[[], torch.UntypedStorage | None]:
+    """A function that returns the memory of `tensor`; None once it is freed. torch has no public weak references to memory."""
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return lambda: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def local_part(tensor: Tensor) -> Tensor:

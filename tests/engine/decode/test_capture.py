@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
 import warnings
@@ -20,6 +21,7 @@ from decoders.engine.model import recordings as recorders
 from decoders.engine.model.recordings import RecordedCapacity, Recorder, Recording, Recordings
 from decoders.engine.model.static_inputs import StaticInputs, find_tensors
 from decoders.testing.tape import HostReadError, RecordingError, Tape
+from decoders.tree import Topology
 
 from ...tape_recorder import TapeRecorder
 
@@ -240,6 +242,18 @@ def test_a_tape_refuses_what_a_cuda_graph_cannot_hold(body: Any) -> None:
         TapeRecorder().record(lambda: body(torch.ones(2)))
 
 
+def test_a_tape_does_not_hold_the_memory_that_it_reads() -> None:
+    tape, x = Tape(), torch.ones(2)
+    with tape:
+        y = (x + 1)[:1] * 2
+    x.add_(1)
+    tape.replay()
+    assert y.item() == 6
+    del x
+    with pytest.raises(RecordingError, match="memory that was freed"):
+        tape.replay()
+
+
 def test_what_a_state_holds_is_found_and_overwritten() -> None:
     module = nn.Linear(2, 2)
 
@@ -270,6 +284,28 @@ def test_what_a_state_holds_is_found_and_overwritten() -> None:
 )  # fmt: skip
 def test_states_that_differ_in_more_than_values_do_not_fit(first: Any, second: Any) -> None:
     assert StaticInputs(first).load(first) and not StaticInputs([torch.zeros(1), first]).load([torch.ones(1), second])
+
+
+def test_a_state_whose_weights_have_moved_does_not_fit() -> None:
+    module, weight = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    for part, moved in ((module, module.weight), ([weight], weight)):
+        inputs = StaticInputs(part)
+        assert inputs.load(part) and inputs.settled
+        moved.data = moved.data.clone()
+        assert not inputs.load(part)
+
+
+def test_a_recording_keeps_tensors_that_a_cache_drops() -> None:
+    tree, others = Topology.branches(2, 3), [Topology.chain(length) for length in range(100)]
+    kept = weakref.ref(tree.tensors(1, torch.device("cpu")))
+    step = Recordings(TapeRecorder()).record("key", FITS, [], lambda: tree.tensors(1, torch.device("cpu")).parents + 1)
+    for other in others:
+        other.tensors(1, torch.device("cpu"))
+    gc.collect()
+    assert kept() is not None
+    del step
+    gc.collect()
+    assert kept() is None
 
 
 def test_nothing_is_copied_from_a_state_that_does_not_fit() -> None:

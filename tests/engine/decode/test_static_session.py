@@ -16,12 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCrite
 import decoders
 from decoders.common import host_reads
 from decoders.engine.decode import engine
+from decoders.engine.decode.drafters.shared_slots import SharedSlots
+from decoders.engine.decode.session import Session
 from decoders.engine.model.recordings import WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
 from decoders.strategies import EarlyExit, Lookahead, Mtp, Ngram, PromptLookup, Speculative, Staged, Threshold
 from decoders.strategies.mtp import use_mtp_layers
 from decoders.strategy import Context, Draft, PromptChunk, Sequences, Step, Strategy
-from decoders.testing import decode, prompts, reference, tiny_model
+from decoders.testing import decode, prompts, reference, tiny_draft, tiny_model
 from decoders.testing.models import ARCHITECTURES, Architecture
 
 from ...tape_recorder import TapeRecorder
@@ -224,6 +226,29 @@ def test_rows_that_grow_and_weights_that_move_drop_what_was_recorded(device: Tap
     target.model.norm.weight.data = target.model.norm.weight.data.clone()
     run(8)
     assert kept.recorded == 3
+
+
+def test_a_draft_model_whose_weights_have_moved_is_recorded_anew(device: TapeRecorder) -> None:
+    target, draft = model(), tiny_draft("llama")
+    run = lambda: decode(target, prompts(2), "speculative", max_new_tokens=10, assistant_model=draft)  # noqa: E731
+    run()
+    run()
+    (kept,) = recordings(target)
+    assert (kept.recorded, kept.reused) == (1, 1)
+    for parameter in draft.parameters():  # as after draft.cpu() and draft.cuda()
+        parameter.data = parameter.data.clone()
+    run()
+    assert (kept.recorded, kept.reused) == (2, 1)
+
+
+def test_rows_in_the_targets_slots_have_the_same_table_of_addresses_in_every_call(device: TapeRecorder) -> None:
+    engine = model().generate.engine()
+    owner = Session(engine.target, 2, 256)
+    rows = SharedSlots.of(engine.target, owner).rows
+    owner.arrange([1, 1], [1, 1], [9, 9], [False] * 2, owner.rows.sampling)
+    assert SharedSlots.of(engine.target, owner).rows.buffers is rows.buffers
+    owner.grow(512)
+    assert SharedSlots.of(engine.target, owner).rows.buffers.slots == 512
 
 
 def test_a_draft_in_slots_that_grow_is_recorded_anew(device: TapeRecorder) -> None:

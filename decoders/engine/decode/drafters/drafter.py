@@ -294,6 +294,7 @@ class ModelDrafter(Drafter):
         return dict(
             session=SameObject(self.session), slots=self.rows.slots, core=(self.core.plan, self.core.key("root")), ahead=self.ahead,
             level=self.counts.level, begun=self._begun, tally=self.counts.tally, guide=self.guide, inner=self.inner, stage=None,
+            model=self.engine.target.model,
         )  # fmt: skip
 
     @property

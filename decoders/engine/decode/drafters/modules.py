@@ -23,7 +23,6 @@ from ...model.kernels import chosen
 from ...model.layout import reading_alike
 from ...model.slot_cache import SlotCache
 from ...model.state_probe import LayoutProbe
-from ...model.static_inputs import SameObject
 from ...model.weights.few_rows import multiply_few_rows
 from ...model.weights.fused_layers import fuse_layers
 from ...model.weights.same_bits import replace_norms
@@ -202,7 +201,7 @@ class SlotPasses(ModulePasses):
 
     def static_parts(self) -> dict[str, Any]:
         """The objects that a recorded step reads and writes; see :mod:`~decoders.engine.model.static_inputs`."""
-        return dict(twin=SameObject(self.twin), buffers=self.buffers, range=self._range)
+        return dict(module=self.twin.module, buffers=self.buffers, range=self._range)
 
     def __call__(self, base: Tensor, *inputs: Tensor, tree: TreeTensors | None = None, **options: Any) -> Any:
         count = inputs[0].shape[1]

@@ -60,9 +60,11 @@ class SharedSlots(Session):
             tokens, length, finished, limit, faults = own.tokens, own.length, own.finished, own.limit, own.faults
             if own.slots != slots:
                 tokens = torch.nn.functional.pad(tokens, (0, slots - own.slots))
+        # Recorded steps read the buffers' table of addresses, so it stays as long as the buffers.
+        same = self._followed is not None and self._followed.buffers is theirs.buffers
+        buffers = self.rows.buffers if same else theirs.buffers.first_layers(len(self.target.layout))
         self.rows = Rows(
-            tokens, length, theirs.prompt_length, finished, limit, faults,
-            theirs.buffers.first_layers(len(self.target.layout)), theirs.sampling, theirs.range,
+            tokens, length, theirs.prompt_length, finished, limit, faults, buffers, theirs.sampling, theirs.range,
         )  # fmt: skip
         self._followed = theirs
         self._forget_views()

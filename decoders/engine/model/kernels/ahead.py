@@ -61,10 +61,10 @@ def _kind(value: Any) -> Hashable:
 def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
     """Runs `passes`, which must not store tensors, on fake tensors. Returns calls of our operators: their names and arguments."""
     noted, fakes = Noted(), logging.getLogger(FakeTensorMode.__module__)
-    uncached = Topology.tensors.__wrapped__  # its cache would keep fake tensors for later calls
+    uncached = Topology._tensors.__wrapped__  # its cache would keep fake tensors for later calls
     # `noted` is entered last, so it sees a call before FakeTensorMode makes the result.
     with (
-        mock.patch.object(Topology, "tensors", uncached),
+        mock.patch.object(Topology, "_tensors", uncached),
         mock.patch.object(fakes, "disabled", True),
         FakeTensorMode(allow_non_fake_inputs=True),
         noted,

@@ -20,6 +20,8 @@ FIRST_TEXT_SPLIT = 1024
 ROWS = 16
 #: Greatest number of bytes for the results of all splits in a launch. If the rows need more, there are several launches.
 MOST_SCRATCH = 256 << 20
+#: Greatest number of pairs of a row and a key head in a launch: CUDA's limit for the later axes of a grid.
+MOST_PAIRS = (1 << 16) - 1
 
 
 def split_count(view: int, first_split: int = FIRST_SPLIT) -> int:
@@ -84,7 +86,8 @@ def launch(
         HEADS=kv_heads, G=group, DV=value_width, VWIDTH=tile.value_width, WORDS=columns - 2, M=tile.rows, BN=tile.keys,
         FIRST=first_split, OCTAVE=OCTAVE, TEXT=text, WINDOW=window > 0, CHUNK=chunk > 0, SINK=sinks is not None,
     )  # fmt: skip
-    at_once = max(MOST_SCRATCH // max(per_pair * kv_heads * splits * (value_width + 2) * 4, 1), 1)
+    scratch = per_pair * kv_heads * splits * (value_width + 2) * 4
+    at_once = max(min(MOST_SCRATCH // max(scratch, 1), MOST_PAIRS // kv_heads), 1)
     for begin in range(0, rows, at_once):
         q, k, v, m, o = (tensor[begin : begin + at_once] for tensor in (query, key, value, mask, out))
         pairs = len(q) * kv_heads

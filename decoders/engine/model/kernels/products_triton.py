@@ -115,7 +115,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
         added, more = (), ()
         for i in tl.static_range(TILES):
             values = tl.load(
-                x + (row + i * TILE)[:, None] * inputs + term[None, :],
+                x + (row + i * TILE).to(tl.int64)[:, None] * inputs + term[None, :],  # large batches have 2^31 numbers
                 mask=(row + i * TILE < rows)[:, None] & (term < end)[None, :],
                 other=0.0,
             )
@@ -133,7 +133,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
                 factor += tl.load(second_bias + own, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
             gate = result.to(out.dtype.element_ty).to(tl.float32)  # type: ignore[var-annotated]
             result = activated(gate, KIND) * factor.to(out.dtype.element_ty).to(tl.float32)
-        target = (row + i * TILE).to(tl.int64)  # large batches have 2^31 logits
+        target = (row + i * TILE).to(tl.int64)
         if not WHOLE:
             target += part * rows
         here = (row + i * TILE < rows)[:, None] & (output < outputs)[None, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ if not interpreted():
     pytest.skip("kernels are interpreted where there is no GPU and Triton is installed", allow_module_level=True)
 
 from decoders.engine.model.kernels.products import product_or_none
-from decoders.engine.model.kernels.products_triton import MOST_ROWS, plan
+from decoders.engine.model.kernels.products_triton import MOST_ROWS, _multiply, plan
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 AS_IT_IS = {"compile": False, "reuse": False}
@@ -126,6 +127,19 @@ def test_a_node_has_the_same_bits_alone_and_in_a_batch_of_more_rows_than_a_progr
     for row in (0, 5, 7):
         assert torch.equal(product_or_none(x[row : row + 1], matrices, []), whole[row : row + 1])
         assert torch.equal(product_or_none(x[row, 3:4], matrices, []), whole[row, 3:4])
+
+
+def test_rows_may_have_more_than_two_to_the_31_numbers(tmp_path: Path) -> None:
+    inputs, far, terms = 1 << 28, 1 << 31, 8  # row 8 begins at number 2^31
+    # A sparse file: neither memory nor disk is needed. In 32 bits the number would be -2^31, which is in the file, too.
+    x = torch.from_file(str(tmp_path / "x"), shared=True, size=2 * far + inputs, dtype=torch.float16)[far:]
+    x[far : far + terms] = torch.arange(terms)
+    matrix, out = torch.ones(1, terms, dtype=torch.float16), torch.zeros(9, 1, dtype=torch.float16)
+    _multiply[(1, 1, 1)](
+        x, *[matrix] * 6, out, 9, 1, inputs, terms, 1, terms, 1, 0,
+        TILES=1, TILE=16, BLOCK=32, STEP=64, WHOLE=True, BIAS=False, MATRICES=1, KIND=-1,
+    )  # fmt: skip
+    assert out.flatten().tolist() == [0.0] * 8 + [28.0]
 
 
 def test_rows_may_have_any_shape_and_strides() -> None:

@@ -175,13 +175,28 @@ def test_a_query_has_the_same_bits_whatever_else_is_in_its_block_batch_and_cache
     assert torch.equal(beside[:1], whole)
 
 
-def test_rows_whose_parts_would_take_too_much_memory_are_attended_to_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["MOST_SCRATCH", "MOST_PAIRS"])
+def test_rows_that_are_too_many_for_a_launch_are_attended_to_in_turns(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     query, key, value = made(3, 4, 256)
     tree = branching(4, 3)
     mask = pack_mask(torch.tensor([0, 100, 200]), tree.offsets, tree.visible)
     together = attend(query, key, value, mask)
-    monkeypatch.setattr(attention_cuda, "MOST_SCRATCH", 1)
+    from decoders.engine.model.kernels import attention_triton
+
+    launches: list[tuple[int, ...]] = []
+    plain = attention_triton.attend_kernel
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launches.append(grid)
+            return plain[grid]
+
+    monkeypatch.setattr(attention_triton, "attend_kernel", Noted())
+    monkeypatch.setattr(attention_cuda, limit, 1)
     assert torch.equal(attend(query, key, value, mask), together)
+    assert [pairs for *_, pairs in launches] == [1] * 3
 
 
 def test_splits_cover_the_slots_once_and_their_places_depend_on_nothing() -> None:

@@ -184,6 +184,11 @@ def of_several(models: Models, rank: int) -> dict[str, Any]:
                 "autoregressive", "greedy", verifier="typical", verifier_config={"epsilon": 0.1 + 0.1 * rank}
             )
         ),
+        refusal(
+            lambda: models.tokens("autoregressive", "greedy", decoders_config={"kv_cache": "int8" if rank else "keep"})
+        ),
+        released_by(0, rank, models),
+        forgotten_by(0, rank, models),
     ]
     before = models.tokens("autoregressive", "greedy")
     with torch.no_grad():
@@ -203,6 +208,26 @@ def whole_experts() -> Any:
     if "ep_size" in DistributedConfig.__dataclass_fields__:
         return DistributedConfig(tp_plan="auto", ep_size=dist.get_world_size())
     return DistributedConfig(tp_plan="auto", enable_expert_parallel=True)  # transformers 5.17
+
+
+def released_by(one: int, rank: int, models: Models) -> str:
+    """What happens after only process `one` has released the model."""
+    models.tokens("autoregressive", "greedy")
+    if rank == one:
+        decoders.release(models.target)
+    said = refusal(lambda: models.tokens("autoregressive", "greedy"))
+    decoders.release(models.target)
+    return said
+
+
+def forgotten_by(one: int, rank: int, models: Models) -> str:
+    """What happens after only process `one` has forgotten the model's texts."""
+    models.tokens("autoregressive", "greedy")
+    if rank == one:
+        decoders.forget(models.target)
+    said = refusal(lambda: models.tokens("autoregressive", "greedy"))
+    decoders.forget(models.target)
+    return said
 
 
 def refusal(call: Any) -> str:

@@ -122,6 +122,9 @@ def test_weights_that_were_changed_are_seen(llama: Run, several: dict[str, Any])
         (3, "UnsupportedError: 2 processes share this model, and a request that reaches one of them"),
         (4, "RanksError: the 2 processes that share the model differ in what a step drafts"),
         (5, "RanksError: the 2 processes that share the model differ in what generate is asked for"),
+        (6, "RanksError: the 2 processes that share the model differ in how they prepare it"),
+        (7, "RanksError: the 2 processes that share the model differ in how they prepare it"),
+        (8, "RanksError: the 2 processes that share the model differ in the texts of earlier calls that they keep"),
     ],
 )
 def test_what_cannot_be_is_said_in_every_process(several: dict[str, Any], place: int, message: str) -> None:
