@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 from importlib.resources.abc import Traversable
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated
 
@@ -50,8 +51,8 @@ def renamed(strategy: str) -> dict[str, str]:
     """The texts of a new project's files, by path, with the example's names replaced by names for `strategy`."""
     files = template()
     name = "".join(part.title() for part in strategy.split("_"))
-    # The class name must not hide another name of the module.
-    if any(re.search(rf"\b{name}\b", text) for text in files.values()):
+    # The class name must be none of Python's words (False), and must not hide another name of the module.
+    if iskeyword(name) or any(re.search(rf"\b{name}\b", text) for text in files.values()):
         name += "Strategy"
     words = {
         "decoders-example": f"decoders-{strategy.replace('_', '-')}", "decoders_example": f"decoders_{strategy}",
