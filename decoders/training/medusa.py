@@ -209,10 +209,12 @@ class HiddenStates:
     def _done(self) -> int:
         try:
             note = dict(json.loads(self._note.read_text()))
+            size = self.file.stat().st_size
         except (OSError, ValueError):
             return 0
         done = int(note.pop("done", 0))
-        return done if self.file.exists() and note == self._identity else 0
+        whole = size >= done * math.prod(self._shape[1:]) * self._dtype.itemsize
+        return done if whole and note == self._identity else 0
 
     def fill(self, progress: Progress = lambda rows: None) -> None:
         """Runs the target over the rows whose hidden states are missing, and calls `progress` with each batch's number of rows."""

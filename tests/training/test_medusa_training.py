@@ -218,7 +218,10 @@ def test_hidden_states_of_another_model_are_not_taken_over(tmp_path, model):
     texts = Texts(torch.ones(3, 12, dtype=torch.int64), torch.full((3,), 12))
     store, other = store_of(model, tmp_path), store_of(tiny_model("llama", seed=1), tmp_path)
     HiddenStates(store, "x", texts, torch.float32).fill()
-    assert HiddenStates(store, "x", texts, torch.float32).done == 3
+    states = HiddenStates(store, "x", texts, torch.float32)
+    assert states.done == 3
+    states.file.write_bytes(states.file.read_bytes()[:-4])
+    assert HiddenStates(store, "x", texts, torch.float32).done == 0, "a file that lacks rows is computed anew"
     assert HiddenStates(other, "x", texts, torch.float32).done == 0
 
 
