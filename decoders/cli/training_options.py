@@ -37,7 +37,9 @@ TestText = Annotated[
     list[Path] | None, typer.Option(help="Test text file, for the final measurements in the model card. Repeatable.")
 ]
 Tokens = Annotated[int, typer.Option(min=1, help="Maximum number of training tokens.")]
-Length = Annotated[int, typer.Option(min=16, help="Length of a training sequence, in tokens.")]
+Length = Annotated[
+    int, typer.Option(min=16, help="Length of a training sequence, in tokens, at most the model's context.")
+]
 OwnShare = Annotated[
     float,
     typer.Option(
