@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -247,8 +248,9 @@ def _state(points: Iterable[metadata.EntryPoint]) -> str:
     found: list[Any] = [__version__, sys.version]
     found += [(p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "") for p in points]
     folders = [Path(__file__).parents[1]]
-    for package in sorted({point.module.partition(".")[0] for point in points}):
-        spec = importlib.util.find_spec(package)
+    # The text before the first dot, not `module`, which raises an error if the value names no module.
+    for package in sorted({re.split(r"\W", point.value)[0] for point in points}):
+        spec = importlib.util.find_spec(package) if package else None
         if spec is None:
             found.append(package)
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 from importlib.resources.abc import Traversable
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated
 
@@ -50,8 +51,8 @@ def renamed(strategy: str) -> dict[str, str]:
     """The texts of a new project's files, by path. The example's names are replaced by names for `strategy`."""
     files = template()
     name = "".join(part.title() for part in strategy.split("_"))
-    # The name of the class must not shadow another name in the module.
-    if any(re.search(rf"\b{name}\b", text) for text in files.values()):
+    # The class name must not be a keyword of Python (False), nor shadow another name in the module.
+    if iskeyword(name) or any(re.search(rf"\b{name}\b", text) for text in files.values()):
         name += "Strategy"
     words = {
         "decoders-example": f"decoders-{strategy.replace('_', '-')}", "decoders_example": f"decoders_{strategy}",

@@ -13,7 +13,7 @@ from .benches import check_writable
 from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
 from .models import CompiledSteps, Device, Dtype, Threads
-from .training_options import AsJson
+from .training_options import SEEDS, AsJson
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,7 +37,7 @@ def ngram(
         int, typer.Option(min=1, help="Number of tokens of each prompt that is cut from --prompts.")
     ] = 32,
     tokens: Annotated[int, typer.Option(min=3, help="Number of tokens to sample and count.")] = 200_000,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling and of the choice of prompts.")] = 0,
+    seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the sampling and of the choice of prompts.")] = 0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     rows: Annotated[int, typer.Option(min=1, help="Number of texts sampled at a time (batch size).")] = 16,
     length: Annotated[int, typer.Option(min=3, help="Maximum number of tokens per text.")] = 256,

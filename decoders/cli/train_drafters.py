@@ -13,6 +13,7 @@ from ..errors import UnknownNameError, amount
 from ..training.recipes import BlockTraining, DraftTraining, HeadsTraining, HeadTraining
 from .benches import with_options_of
 from .training_options import (
+    SEEDS,
     Bf16,
     DraftVocab,
     Epochs,
@@ -77,7 +78,7 @@ def medusa(
             min=1, help="Number of evaluations of held-out accuracy without improvement after which training stops."
         ),
     ] = MEDUSA.patience,
-    seed: Annotated[int, typer.Option(help="Random seed of the data order.")] = MEDUSA.seed,
+    seed: Annotated[int, typer.Option(**SEEDS, help="Random seed of the data order.")] = MEDUSA.seed,
     tree: Annotated[
         bool, typer.Option(help="Search the draft tree that suits the heads, and save it with them.")
     ] = True,

@@ -37,7 +37,9 @@ TestText = Annotated[
     list[Path] | None, typer.Option(help="Test text file, for the final measurements in the model card. Repeatable.")
 ]
 Tokens = Annotated[int, typer.Option(min=1, help="Maximum number of training tokens.")]
-Length = Annotated[int, typer.Option(min=16, help="Length of a training sequence, in tokens.")]
+Length = Annotated[
+    int, typer.Option(min=16, help="Length of a training sequence, in tokens, at most the model's context.")
+]
 OwnShare = Annotated[
     float,
     typer.Option(
@@ -67,7 +69,9 @@ Rate = Annotated[float, typer.Option(min=0, help="Peak learning rate.")]
 Patience = Annotated[
     int, typer.Option(min=1, help="Number of evaluations without improvement after which training stops.")
 ]
-Seed = Annotated[int, typer.Option(help="Random seed of the initial weights and of the data order.")]
+#: Seeds are multiplied for torch, which takes 64 bits.
+SEEDS: dict[str, Any] = {"min": -(2**40), "max": 2**40}
+Seed = Annotated[int, typer.Option(**SEEDS, help="Random seed of the initial weights and of the data order.")]
 ModelType = Annotated[
     str, typer.Option(callback=known_dtype, help="Dtype of the model: float32, bfloat16, float16 or auto.")
 ]

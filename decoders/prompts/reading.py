@@ -138,8 +138,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         text = (gzip.decompress(content) if path.suffix.lower() == ".gz" else content).decode()
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    rows = []
     # Not splitlines(), since texts may contain other line separators.
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:  # which counts the lines of `line` alone
+            raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+    return rows
 
 
 def _prompt(item: Any, kind: str) -> tuple[str, Content]:

@@ -220,6 +220,8 @@ class Registry:
                 self._plugins[info.key] = replace(info, status="blocked", error="not named in DECODERS_PLUGINS_ALLOW")
             else:
                 try:
+                    if point.pattern.match(point.value) is None:
+                        raise PluginError(f"its entry point {point.value!r} is neither a module nor module:object")
                     self._add(info, point.load())
                 except (Exception, SystemExit) as error:  # importing may call sys.exit
                     self._plugins[info.key] = replace(info, status="failed", error=_reason(error))

@@ -196,7 +196,7 @@ rows, Muon and AdamW, peak rate {run.rate:g}, linear decay; the weights with the
 {_command_lines(command)}
 ## Acceptance
 `speculative` with {measurement.length} drafted tokens a step, on {figures["prompts"]} beginnings of held-out text,
-{measurement.new_tokens} tokens each. Tokens per step include the target's own; plain decoding has 1.
+{figures["new_tokens"]} tokens each. Tokens per step include the target's own; plain decoding has 1.
 
 {_acceptance(figures, measurement.length)}
 

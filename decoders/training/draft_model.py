@@ -117,13 +117,17 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A float32 copy of `model` with only the decoder layers `layers`, in this order.
 
     Raises:
-        TrainingError: a parameter outside of the layers has a part for each layer, so it cannot be copied.
+        TrainingError: a parameter outside of the layers has a part for each layer, so it cannot be copied; or transformers
+            builds no model of these layers.
     """
     own = decoder_layers(model)
     name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
     config = copy.deepcopy(model.config)
     _set_layers(config, len(own), layers)
-    draft = _build(model, config, seed=0)
+    try:
+        draft = _build(model, config, seed=0)
+    except ValueError as error:  # from transformers
+        raise TrainingError(f"no {type(model).__name__} can have these layers alone: {error}") from error
     state, source = {}, model.state_dict()
     for key in draft.state_dict():
         place = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
@@ -292,7 +296,8 @@ def measure(
     """Measures ``speculative``, greedy and at temperature 1.
 
     Args:
-        rows: int64, one row of text tokens per prompt. The first quarter of each row is the prompt.
+        rows: int64, one row of text tokens per prompt. The first quarter of each row is the prompt. A completion is at most as long
+            as the rest of the row, because a longer one may exceed the model's context.
 
     Returns:
         figures of both: tokens per step, the target's own token included, and for each draft token the share of steps that accept it.
@@ -300,7 +305,8 @@ def measure(
     enabled = "generate" in vars(model)
     enable(model, tokenizer)
     prompts = rows[: measurement.prompts, : max(1, round(PROMPT_SHARE * rows.shape[1]))].to(model.device)
-    figures: dict[str, Any] = {"prompts": len(prompts)}
+    new_tokens = min(measurement.new_tokens, rows.shape[1] - prompts.shape[1])
+    figures: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens}
     try:
         for name, options in (
             ("greedy", {"do_sample": False}),
@@ -308,7 +314,7 @@ def measure(
         ):
             out = cast(Any, model).generate(
                 prompts, attention_mask=prompts.new_ones(prompts.shape), strategy="speculative", assistant_model=draft,
-                strategy_config={"length": measurement.length}, max_new_tokens=measurement.new_tokens, seed=measurement.seed,
+                strategy_config={"length": measurement.length}, max_new_tokens=new_tokens, seed=measurement.seed,
                 return_dict_in_generate=True, decoders_config={"compile": False}, **options,
             )  # fmt: skip
             accepted = Counter(dict(enumerate(out.report.accepted_lengths)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -197,32 +198,43 @@ class HiddenStates:
     def __init__(self, store: TextStore, name: str, texts: Texts, dtype: torch.dtype) -> None:
         self.texts, self.file, self.model = texts, store.folder / f"{name}.states", store.model
         hidden = self.model.get_output_embeddings().weight.shape[1]
-        self._note = self.file.with_suffix(".json")
+        self._note = self.file.with_suffix(".done")
         w, t = texts.ids.shape
         self._identity = {"texts": texts.digest(), "model": store.model_digest, "dtype": str(dtype)}
+        self._shape, self._dtype = (w, t, hidden), dtype
         self.done = self._done()
         if self.done == 0:
             self.file.unlink(missing_ok=True)
-        self.values = torch.from_file(str(self.file), shared=True, size=w * t * hidden, dtype=dtype).view(w, t, hidden)
+
+    @property
+    def values(self) -> Tensor:
+        """The hidden states, mapped into memory. They are complete after :meth:`fill`."""
+        return torch.from_file(str(self.file), size=math.prod(self._shape), dtype=self._dtype).view(self._shape)
 
     def _done(self) -> int:
         try:
             note = dict(json.loads(self._note.read_text()))
+            size = self.file.stat().st_size
         except (OSError, ValueError):
             return 0
         done = int(note.pop("done", 0))
-        return done if self.file.exists() and note == self._identity else 0
+        whole = size >= done * math.prod(self._shape[1:]) * self._dtype.itemsize
+        return done if whole and note == self._identity else 0
 
     def fill(self, progress: Progress = lambda rows: None) -> None:
         """Runs the target over the rows without hidden states. Calls `progress` with the number of rows of each batch."""
         model, seen = self.model, list[Tensor]()
         # The hook records the input of the output head, because models differ in how they name and norm their hidden states.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        with hook, evaluating(model):
+        # The file is written, not mapped: a full disk would kill the process that writes to a mapped file.
+        with hook, evaluating(model), self.file.open("r+b" if self.done else "wb") as file:
             while self.done < len(self.texts.ids):
                 rows = slice(self.done, min(self.done + ROWS, len(self.texts.ids)))
                 model(input_ids=self.texts.ids[rows].to(model.device), use_cache=False)
-                self.values[rows] = seen.pop().to("cpu", self.values.dtype)
+                states = seen.pop().to("cpu", self._dtype).contiguous()
+                file.seek(rows.start * states[0].nbytes)
+                file.write(states.view(torch.uint8).numpy().tobytes())
+                file.flush()
                 self.done = rows.stop
                 self._note.write_text(json.dumps(self._identity | {"done": self.done}))
                 progress(rows.stop - rows.start)
@@ -330,7 +342,8 @@ def ranks_of(heads: MedusaHeads, head: Head, examples: Examples) -> Tensor:
         for k in range(heads.config.heads):
             scores = heads.of_head(k, hidden, head.weight, head.bias).float()
             right = scores.gather(1, labels[:, k : k + 1].clamp(min=0))
-            ranks.append(torch.where(labels[:, k] == UNKNOWN, -1, (scores > right).sum(-1)))
+            # Negated, so that no score counts as right if scores are not numbers.
+            ranks.append(torch.where(labels[:, k] == UNKNOWN, -1, (~(scores <= right)).sum(-1)))
         chunks.append(torch.stack(ranks, 1).cpu())
     return torch.cat(chunks) if chunks else torch.empty(0, heads.config.heads, dtype=torch.int64)
 

@@ -148,11 +148,13 @@ class BlockTraining(Recipe):
             SettingsError: the target lacks one of the layers, or one of them is the last layer. Inference engines differ in whether
                 they read the last layer's output before or after the final norm.
         """
+        if count < 2:
+            raise SettingsError("dflash: the target has 1 layer, and its last layer is not read: it needs 2 or more")
         layers = self.layers
         if layers is None:
             first, last = min(1, count - 2), count - 2
             layers = tuple(sorted({first, (first + last + 1) // 2, last}))
-        if count < 2 or not layers or not all(0 <= layer % count < count - 1 and layer >= -count for layer in layers):
+        if not layers or not all(0 <= layer % count < count - 1 and layer >= -count for layer in layers):
             raise SettingsError(
                 f"dflash: layers must lie in 0 … {count - 2} (inference engines differ in what they take as the last layer's output), "
                 f"not {', '.join(map(str, layers))}"
@@ -221,7 +223,7 @@ class Measurement:
     Attributes:
         length: number of tokens that are drafted in a step.
         prompts: number of prompts. They are beginnings of held-out text.
-        new_tokens: number of new tokens after each prompt.
+        new_tokens: greatest number of new tokens after each prompt.
         seed: seed of the sampled text.
     """
 

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.transformers_compat import cache_of
+from ..common.transformers_compat import cache_of, config_value
 from ..drafters import cache_keyword
 from ..errors import SettingsError, TrainingError, amount
 from .progress import progress_bar
@@ -34,8 +35,8 @@ HELD_OUT_SHARE = 0.05
 PROMPT_SHARE = 0.25
 #: Minimum number of held-out rows. There may be fewer test rows if their text is short.
 LEAST_ROWS = 4
-#: Names of the files in which a run stores its state.
-OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|json)")
+#: Names of the files in which a run stores its state. Data of users often has names such as train.json, which must not be among them.
+OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|done)")
 Progress = Callable[[int], None]
 
 
@@ -230,6 +231,29 @@ def workplace(out: Path, resume: bool) -> Path:
     return work
 
 
+def save_state(state: dict[str, Any], file: Path) -> None:
+    """Writes `state` to `file`, for :func:`load_state`. If writing fails, the earlier file remains.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as opened:
+        try:
+            torch.save(state, opened)
+        except RuntimeError as error:  # torch replaces the error of a full disk by one of its own
+            raise error.__context__ or error from None
+    partial.replace(file)
+
+
+def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The state in `file`, with its tensors on `device`. Raises TrainingError: the file is damaged."""
+    try:
+        return torch.load(file, weights_only=True, map_location=device)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        raise TrainingError(f"{file} is damaged: delete it, or train without resuming") from error
+
+
 def digest(model: torch.nn.Module) -> str:
     """A digest of the names and sums of the model's weight tensors."""
     sums = [(name, weight.double().sum().item()) for name, weight in model.state_dict().items()]
@@ -251,6 +275,9 @@ class TextStore:
         recipe: defines the length of rows, the share of rows that the target continues, and the seed for the order of the texts.
         folder: where rows are stored.
         console: where progress is shown.
+
+    Raises:
+        SettingsError: rows are longer than the target's context.
     """
 
     model: PreTrainedModel
@@ -258,6 +285,13 @@ class TextStore:
     recipe: Recipe
     folder: Path
     console: Console | None = None
+
+    def __post_init__(self) -> None:
+        context = config_value(self.model.config.get_text_config(decoder=True), "max_position_embeddings")
+        if isinstance(context, int) and self.recipe.length > context:
+            raise SettingsError(
+                f"the model reads at most {amount(context, 'token')}: length must not be {self.recipe.length}"
+            )
 
     @cached_property
     def model_digest(self) -> str:
@@ -291,13 +325,13 @@ class TextStore:
         file = self.folder / f"{name}.pt"
         key = hashlib.sha256(ids.numpy().tobytes() + f"{share} {self.model_digest}".encode()).hexdigest()
         if file.exists():
-            stored = torch.load(file, weights_only=True)
+            stored = load_state(file)
             if stored["key"] == key:
                 return Texts(stored["ids"], stored["own"])
         prompt = max(1, round(PROMPT_SHARE * self.recipe.length))
         with progress_bar(self.console, f"{name}: the model's own text", round(share * len(ids))) as advance:
             rows = own_texts(self.model, ids, share, prompt, advance)
-        torch.save({"key": key, "ids": rows.ids, "own": rows.own}, file)
+        save_state({"key": key, "ids": rows.ids, "own": rows.own}, file)
         return rows
 
     def texts(self, texts: Iterable[str], count: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import TrainingError
 from .progress import Pace, progress_bar
 from .recipes import Recipe
+from .texts import load_state, save_state
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -254,7 +255,7 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.learner.model.state_dict().items()}
 
     def save(self, checkpoint: Path) -> None:
-        """Writes the whole state. torch can load it with ``weights_only``. If writing fails, the earlier checkpoint remains."""
+        """Writes the whole state, see :func:`~decoders.training.texts.save_state`."""
         state = {
             "identity": dict(self.run.identity),
             "step": self.step,
@@ -265,18 +266,17 @@ class Trainer:
             "best_score": self.best_score,
             "checks_since_best": self.checks_since_best,
         }
-        partial = checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(checkpoint)
+        save_state(state, checkpoint)
 
     def load(self, checkpoint: Path) -> None:
         """Loads a checkpoint, to continue its run.
 
         Raises:
-            TrainingError: the checkpoint belongs to a run with other settings, other data or another model, or to an earlier version.
+            TrainingError: the checkpoint is damaged, or belongs to a run with other settings, other data or another model, or to an
+                earlier version.
         """
         device = next(self.learner.model.parameters()).device
-        state = torch.load(checkpoint, weights_only=True, map_location=device)
+        state = load_state(checkpoint, device)
         own, other = self.run.identity, state.get("identity", {})
         different = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
         if different or "optimizers" not in state:

@@ -363,7 +363,7 @@ def test_prompts_are_read_with_messages_and_kinds(tmp_path: Path) -> None:
         ('"x"', "a line has a text, or messages, unlike 'x'"),
         ('{"text": 5}', "a prompt is a text, or messages with role and content, not 5"),
         ('{"messages": ["x"]}', r"messages with role and content, not \['x'\]"),
-        ('{"text": "x"', "mine.jsonl' cannot be read: Expecting"),
+        ('{"text": "x"}\n\n{"text": "x"', "mine.jsonl' cannot be read: line 3, column 13: Expecting"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_told(line: str, said: str, tmp_path: Path) -> None:

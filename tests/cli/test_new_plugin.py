@@ -36,8 +36,10 @@ def test_the_files_are_those_of_the_example_under_the_new_name(tmp_path: Path) -
     assert names == ["MyIdeaSettings", "MyIdea", "decoders_strategies"]
 
 
-def test_a_class_never_stands_in_the_place_of_one_that_the_project_imports() -> None:
-    assert "class DraftStrategy(Strategy)" in renamed("draft")["src/decoders_draft/__init__.py"]
+@pytest.mark.parametrize("name", ["draft", "none", "true", "false"])
+def test_a_class_never_stands_in_the_place_of_another_name(name: str) -> None:
+    source = renamed(name)[f"src/decoders_{name}/__init__.py"]
+    assert f"class {name.title()}Strategy(Strategy)" in source and ast.parse(source)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pydantic import Field
 import decoders
 from decoders import Draft, constraints, hookimpl, verifiers
 from decoders import registry as plugins
+from decoders.cli.catalogue import _state
 from decoders.constraints.base import Backend, CompiledGrammar, Language, Policy
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import PluginError, SettingsError, UnknownNameError
@@ -76,6 +77,8 @@ def plugin_with(*classes: object, verifiers: tuple[object, ...] = (), backends: 
 
 
 class FakeEntryPoint(SimpleNamespace):
+    value, pattern = "fake", metadata.EntryPoint.pattern
+
     def load(self) -> object:
         return self.loader()
 
@@ -237,6 +240,14 @@ def test_a_plugin_that_cannot_be_imported_names_its_own_line(
     point = metadata.EntryPoint("broken", "broken_plugin", "decoders")
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     assert re.fullmatch(reason, str(status_of("broken", registry()).error))
+
+
+@pytest.mark.parametrize("value", ["decoders-broken", "no module", ""])
+def test_an_entry_point_that_names_no_module_is_listed_with_its_value(monkeypatch, value: str) -> None:
+    points = [metadata.EntryPoint("broken", value, "decoders")]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
+    assert f"its entry point {value!r} is neither a module nor" in str(status_of("broken", registry()).error)
+    assert _state(points) != _state(())
 
 
 class Widths(Settings):

@@ -273,6 +273,10 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, word_tokenizer, counti
         match="layers must lie in 0 … 0 .inference engines differ in what they take as the last layer.s output., not 1",
     ):
         train(layers=(1,))
+    with pytest.raises(
+        SettingsError, match="the target has 1 layer, and its last layer is not read: it needs 2 or more"
+    ):
+        run().layers_of(1)
     with pytest.raises(TrainingError, match="the text has"):
         train(["w1 w2"])
     monkeypatch.setattr("decoders.training.feature_heads.decoder_layers", lambda model: [])

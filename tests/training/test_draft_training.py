@@ -50,6 +50,8 @@ def test_layers_may_differ_in_more_than_lists_say() -> None:
         assert kept(ids).logits.shape == model(ids).logits.shape
     with pytest.raises(SettingsError, match="differ in head_dim.*origin='layers'"):
         new_draft(model, run(origin="scratch"))
+    with pytest.raises(TrainingError, match="no Gemma4ForCausalLM can have these layers alone: .* layer types"):
+        cut(tiny_model("gemma4"), (0,))  # its keys and values would be those of a layer that is gone
 
 
 def test_a_matrix_that_holds_something_of_every_layer_cannot_be_cut() -> None:
@@ -144,6 +146,14 @@ def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer) -> None:
         train(model, tokenizer, [" ".join(f"w{i % 90 + 1}" for i in range(600))], tmp_path)
 
 
+def test_a_short_context_is_enough_for_the_measurements(tmp_path, tokenizer, texts) -> None:
+    model = tiny_model("gpt2", n_positions=SMALL.length)
+    job = Job(texts, tmp_path, dtype=torch.float32)
+    assert train_draft(model, tokenizer, job, run=run(epochs=1))["new_tokens"] == 18
+    with pytest.raises(SettingsError, match="the model reads at most 24 tokens: length must not be 25"):
+        train_draft(model, tokenizer, Job(texts, tmp_path / "long"), run=run(length=25))
+
+
 def test_low_precision_trains(model) -> None:
     rows = Texts(torch.randint(1, 128, (4, 24), generator=torch.Generator().manual_seed(1)), torch.full((4,), 24))
     losses = [
@@ -159,11 +169,11 @@ def test_a_run_destroys_no_files_but_its_own(tmp_path) -> None:
         workplace(target, True)
     assert not (target / "training").exists()
 
-    notes = tmp_path / "training" / "notes.txt"
+    notes = tmp_path / "training" / "train.json"
     notes.parent.mkdir()
     notes.write_text("mine")
     for resume in (True, False):
-        with pytest.raises(SettingsError, match=r"training has other files \(notes.txt\)"):
+        with pytest.raises(SettingsError, match=r"training has other files \(train.json\)"):
             workplace(tmp_path, resume)
     assert notes.read_text() == "mine"
 

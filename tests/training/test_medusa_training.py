@@ -13,7 +13,17 @@ from decoders.errors import SettingsError, TrainingError
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, load_heads
 from decoders.testing import tiny_model
 from decoders.training import medusa as medusa_module
-from decoders.training.medusa import UNKNOWN, HiddenStates, accuracies, labels_of, train_medusa
+from decoders.training.medusa import (
+    UNKNOWN,
+    Examples,
+    Head,
+    HiddenStates,
+    accuracies,
+    config_of,
+    labels_of,
+    ranks_of,
+    train_medusa,
+)
 from decoders.training.recipes import HeadsTraining
 from decoders.training.texts import Texts, TextStore, hold_out, own_texts, read_files, rows_of_text
 
@@ -179,11 +189,39 @@ def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkey
     assert figures["held"]["text"]["positions"] > 0
 
 
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, model):
+    resource = pytest.importorskip("resource")
+    texts = Texts(torch.ones(3, 12, dtype=torch.int64), torch.full((3,), 12))
+    states, limits = (
+        HiddenStates(store_of(model, tmp_path), "x", texts, torch.float32),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            states.fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    states.fill()
+    assert states.values.any(2).all()
+
+
+def test_heads_of_no_numbers_are_never_right(tmp_path, model):
+    texts = Texts(torch.ones(3, 12, dtype=torch.int64), torch.full((3,), 12))
+    heads = MedusaHeads(config_of(HeadsTraining(heads=1), 32, 128), model.lm_head.weight)
+    hidden = torch.full((3, 12, 32), float("nan"))
+    ranks = ranks_of(heads, Head(model.lm_head.weight, None), Examples.of(hidden, labels_of(texts, 1, ())))
+    assert accuracies(ranks, 5) == [0.0]
+
+
 def test_hidden_states_of_another_model_are_not_taken_over(tmp_path, model):
     texts = Texts(torch.ones(3, 12, dtype=torch.int64), torch.full((3,), 12))
     store, other = store_of(model, tmp_path), store_of(tiny_model("llama", seed=1), tmp_path)
     HiddenStates(store, "x", texts, torch.float32).fill()
-    assert HiddenStates(store, "x", texts, torch.float32).done == 3
+    states = HiddenStates(store, "x", texts, torch.float32)
+    assert states.done == 3
+    states.file.write_bytes(states.file.read_bytes()[:-4])
+    assert HiddenStates(store, "x", texts, torch.float32).done == 0, "a file that lacks rows is computed anew"
     assert HiddenStates(other, "x", texts, torch.float32).done == 0
 
 

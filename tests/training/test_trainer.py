@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import signal
 from collections.abc import Iterator
@@ -120,6 +121,32 @@ def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
     learner = Line()
     Trainer(learner, run()).train("line", tmp_path / "line.pt", resume=False)
     assert len(learner.seen) == 10
+
+
+def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    trainer, checkpoint = Trainer(Line(), run()), tmp_path / "line.pt"
+    trainer.save(checkpoint)
+    whole = checkpoint.read_bytes()
+
+    class Full(io.BytesIO):
+        def write(self, _) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", lambda *_: Full())
+        with pytest.raises(OSError, match="No space left"):
+            trainer.save(checkpoint)
+    assert checkpoint.read_bytes() == whole
+    trainer.load(checkpoint)
+
+
+@pytest.mark.parametrize("left", [0, 100, -1])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, left: int) -> None:
+    trainer, checkpoint = Trainer(Line(), run()), tmp_path / "line.pt"
+    trainer.save(checkpoint)
+    checkpoint.write_bytes(checkpoint.read_bytes()[:left])
+    with pytest.raises(TrainingError, match="line.pt is damaged: delete it, or train without resuming"):
+        trainer.load(checkpoint)
 
 
 def test_training_stops_without_a_gain_and_the_best_weights_are_taken(tmp_path: Path) -> None:
