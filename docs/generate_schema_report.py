@@ -212,7 +212,7 @@ def page(results: dict[str, list[Measured]]) -> str:
         "A group is one schema with its instances. It is *right* if every valid instance is accepted and every invalid one is",
         "not; *over*-constrained if a valid one is not accepted; *under*-constrained if an invalid one is; *refused* if there",
         "is an error in place of a grammar, which counts as not right. A valid instance counts as accepted if its text in the",
-        "order of the grammar is (`JsonSchema.spell`: declared keys first, 1 for 1.0); the column after that counts texts as",
+        "order of the grammar is (declared keys first, 1 for 1.0); the column after that counts texts as",
         "`json.dumps` writes the instance. An invalid instance counts as accepted if either text is. Nothing is fetched: groups",
         "about remote schemas are refused. A known `format` is a condition here, an annotation in the suite.",
         "",

@@ -75,7 +75,7 @@ class Vocabulary:
 
         def encode(text: str) -> Sequence[int]:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            return ids
+            return [token for token in ids if token < size]  # a model may have fewer tokens than its tokenizer
 
         special = {name: token for name, token in special.items() if token < size}
         return Vocabulary(tokens, stops, encode, lambda: _rules(backend), special)

@@ -141,10 +141,11 @@ def test_states_that_never_end_are_dead():
 @pytest.mark.parametrize(
     "regex, reason",
     [
-        ("a(", "missing \\)"),
-        ("a)(b", "unopened group, '\\)' at 1"),
-        ("a)|(?:b", "unopened group"),
-        ("[a", "unterminated character set"),
+        ("a(", "a group is never closed, \\( at 1"),
+        ("a)(b", "no group is open, \\) at 1"),
+        ("a)|(?:b", "no group is open"),
+        ("b[a[^c]", "a class is never closed, \\[ at 1"),
+        ("a|*", "nothing to repeat, \\* at 2"),
         ("a(?=b)", "look-around"),
         (r"(a)\1", "back-references"),
         ("^a$", "anchors"),
@@ -155,6 +156,7 @@ def test_states_that_never_end_are_dead():
         (r"(?-u:\ba)", "word boundaries"),
         ("[^\\s\\S]", "matches nothing"),
         ("a[^\\s\\S]|b", "matches nothing"),
+        (r"[^\D[\p{L}\d]]", "matches nothing"),
         ("a" * 200_001, "200000 characters.*llguidance"),
         ("(a|b)*a(a|b){14}", "16384 states.*llguidance"),
         ("[ab]{5000}", "4096.*llguidance"),

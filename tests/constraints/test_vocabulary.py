@@ -14,7 +14,7 @@ from decoders.errors import UnsupportedError
 from decoders.testing.grammars import check_grammar
 from decoders.testing.languages import REGEXES, Reference, ToyRegex
 
-from ..tokenizer_kinds import ADDED, BYTE_KINDS, byte_fallback, tokenizer_of
+from ..tokenizer_kinds import ADDED, BYTE_KINDS, SPECIAL, byte_fallback, tokenizer_of
 
 
 @pytest.fixture(params=BYTE_KINDS, scope="module")
@@ -54,6 +54,13 @@ def test_special_tokens_stand_for_no_text(tokenizer: PreTrainedTokenizerFast, vo
 )
 def test_canonical_tokens_spell_the_text(vocabulary: Vocabulary, text: str) -> None:
     assert text.encode().startswith(vocabulary.spell(vocabulary.canonical(text.encode())))
+
+
+def test_tokens_that_only_the_tokenizer_has_are_spelt_by_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The model has no rows for added tokens if its embeddings were not resized."""
+    vocabulary = Vocabulary.of(tokenizer, len(tokenizer) - len(ADDED) - len(SPECIAL), [0])
+    for text in ("<tool call> true", "日本", "<|im_start|>"):
+        assert vocabulary.spell(vocabulary.encoded(text.encode())) == text.encode()
 
 
 @pytest.mark.in_turns

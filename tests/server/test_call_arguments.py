@@ -43,6 +43,7 @@ BRANCHES = {
         {"additionalProperties": {"type": "string"}},
     ]
 }
+NOT_EMPTY = {"properties": {"a": {"type": "string", "not": {"const": ""}}}}
 PLAIN = ("qwen3-coder", "seed-oss", "glm-4.7", "minimax-m2")
 CASES = [
     *(
@@ -55,6 +56,7 @@ CASES = [
     ),
     *((name, LISTS, {"l": ["a\"", "é"], "o": {"k": 1}}, name != "gemma4") for name in ("glm-4.7", "qwen3-coder")),
     *((name, STRINGS, {"é-1": "x", "b": "1"}, True) for name in (*PLAIN, "gemma4")),
+    *((name, NOT_EMPTY, {"a": text}, bool(text)) for name in (*PLAIN, "gemma4") for text in ("x", "")),
     *(("gemma4", STRINGS, {f"a{space}b": "x"}, False) for space in "\x1c\x1f\x85\xa0\u2003\ufeff \n"),
     *(("qwen3-coder", STRINGS, {f"a{space}b": "x"}, space != "\n") for space in "\x1c\x85\ufeff \n"),
     *(

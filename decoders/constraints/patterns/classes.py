@@ -104,6 +104,8 @@ class ClassReader:
             self.place += 2 if self.peek("\\") else 1
             if not depth:
                 break
+        if depth:
+            self.refuse("unclosed class", "[", begin)
         return Class(self.pattern[begin : self.place], place=begin)
 
     def computed_class(self, begin: int) -> Chars:

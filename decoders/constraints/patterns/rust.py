@@ -13,15 +13,16 @@ from .tree import Anchor, write
 
 
 def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
-    if problem == "unopened group":
-        return GrammarError(f"{shown(pattern)} is no regular expression: {reason} at {place}")
     return GrammarError(not_read(pattern, f"{reason}, {what} at {place}"))
 
 
 RUST = Dialect(
-    # Rust itself checks that an expression is well formed: constructs without a reason here are kept verbatim.
+    # Rust itself checks the rest: constructs without a reason here are kept verbatim.
     messages={
-        "unopened group": "unopened group, ')'",
+        "unclosed group": "a group is never closed",
+        "unopened group": "no group is open",
+        "unclosed class": "a class is never closed",
+        "nothing to repeat": "nothing to repeat",
         "anchor": "no automaton has anchors (the whole text must match anyway)",
         "word boundary": "no automaton has word boundaries",
         "look-around": "no automaton has look-around",
@@ -98,10 +99,10 @@ def in_ecma(pattern: str) -> str:
 
 
 def check_part(regex: str) -> None:
-    """Checks that `regex` can be embedded between other parts. Rust checks whether it is well formed.
+    """Checks that `regex` can be embedded between other parts. Rust checks the rest of its syntax.
 
     Raises:
-        GrammarError: `regex` has an unbalanced parenthesis, the option ``x``, or a non-regular construct.
+        GrammarError: `regex` has an unbalanced parenthesis or bracket, nothing to repeat, the option ``x``, or a non-regular construct.
     """
     read(regex, RUST)
 

@@ -234,8 +234,10 @@ def quoted(text: str) -> str:
 
 
 def slashed(pattern: str) -> str:
-    """A pattern between slashes, for grammars in Lark's notation: slashes and ends of lines within it are escaped."""
-    return f"/{_SLASHED.sub(_escaped, pattern)}/"
+    """A pattern between slashes, for grammars in Lark's notation: slashes and ends of lines within it are escaped. The empty pattern is
+    a group, because two slashes begin a comment.
+    """
+    return f"/{_SLASHED.sub(_escaped, pattern) or '(?:)'}/"
 
 
 def _escaped(match: re.Match[str]) -> str:

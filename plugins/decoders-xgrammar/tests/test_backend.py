@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 from decoders_xgrammar import XGrammar
 
@@ -52,10 +55,27 @@ def test_what_it_does_not_read_is_refused() -> None:
     for spec, policy in (
         (decoders.grammar('start: "a"'), "full"),
         (decoders.regex("a"), "canonical"),
-        (decoders.regex(r"\p{Greek}"), "full"),
+        *(
+            (decoders.regex(pattern), "full")
+            for pattern in (r"\p{Greek}", r"[\P{L}]", r"\w", r"a\W", r"[^\d]", r"\S", r"\\\s", r"[\^a]")
+        ),
     ):
         with pytest.raises(GrammarError):
             XGrammar().compile(spec.language(), vocabulary, policy)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a.", r"[.]a|\.b", r"[\].]\\.", r"\\w", r"[^\n]b", r"[\\d]{2}", r"\x0aa", r"[\x61\x0ab]b", r"\\x?[\x64]?"],
+)
+def test_a_pattern_means_what_it_means_in_python(pattern: str) -> None:
+    vocabulary = byte_vocabulary()
+    grammar = XGrammar().compile(Language("pattern", regex=pattern), vocabulary)
+    for text in map("".join, itertools.product("ab.\n\\wd]", repeat=2)):
+        matcher = grammar.start()
+        tokens = vocabulary.longest_tokens(text.encode())
+        accepted = matcher.advance(tokens) == len(tokens) and matcher.accepting
+        assert accepted == (re.fullmatch(pattern, text) is not None), text
 
 
 def test_calls_take_it_by_name() -> None:

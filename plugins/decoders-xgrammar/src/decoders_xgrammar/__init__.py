@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -27,7 +28,8 @@ class XGrammar(Backend):
         """Compiles `language` for `vocabulary`.
 
         Raises:
-            GrammarError: the language has no regular expression, xgrammar cannot compile it, or the policy is not ``full``.
+            GrammarError: the language has no regular expression, xgrammar cannot compile it or reads it otherwise, or the policy is not
+                ``full``.
         """
         if language.regex is None:
             raise GrammarError(
@@ -35,8 +37,14 @@ class XGrammar(Backend):
             )
         if policy != "full":
             raise GrammarError(f'{language.name}: backend="xgrammar" has no policy {policy!r}')
+        unread = [part for part in _UNREAD.findall(language.regex) if part[0] == "[" or part[1] in "dDpPsSwW"]
+        if unread:
+            raise GrammarError(
+                f'{language.name}: backend="xgrammar" reads {unread[0]} otherwise than Rust: write the characters ([0-9], say), or '
+                'take backend="llguidance"'
+            )
         try:
-            compiled = self.compiled(_compiler(vocabulary), language.regex)
+            compiled = self.compiled(_compiler(vocabulary), _translated(language.regex))
         except RuntimeError as error:
             raise GrammarError(
                 f"{language.name}: xgrammar does not read its expression: {str(error).strip().splitlines()[-1]}"
@@ -46,6 +54,20 @@ class XGrammar(Backend):
     def compiled(self, compiler: Any, regex: str) -> Any:
         """The ``CompiledGrammar`` of xgrammar for the regular expression `regex`."""
         return compiler.compile_regex(regex)
+
+
+#: An escape, or the beginning of a class that xgrammar would negate.
+_UNREAD = re.compile(r"\[\\\^|\\.", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:x\{?|.)", re.DOTALL)
+#: An escape, a class in brackets, or a dot.
+_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\.", re.DOTALL)
+_CODES = {r"\x": r"\u00", r"\x{": r"\u{"}
+
+
+def _translated(regex: str) -> str:
+    r"""`regex` as xgrammar reads it: its dot is any character, its ``\x`` takes all hexadecimal digits behind it."""
+    regex = _PART.sub(lambda part: r"[^\n]" if part[0] == "." else part[0], regex)
+    return _ESCAPE.sub(lambda escape: _CODES.get(escape[0], escape[0]), regex)
 
 
 @lru_cache(maxsize=4)
