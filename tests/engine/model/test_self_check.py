@@ -136,7 +136,7 @@ def test_what_goes_wrong_at_256_slots_is_seen_where_kernels_are_checked(monkeypa
     monkeypatch.setattr(self_check, "ON_CPU", self_check.ON_CUDA)
     tiny = tiny_model("llama", max_position_embeddings=512)
     monkeypatch.setattr(attention, "build_mask", blind_from_slot_256)
-    with pytest.raises(UnsupportedError, match="behind 300 tokens"):
+    with pytest.raises(UnsupportedError, match="after 300 tokens"):
         target_of(tiny, "sdpa")
 
 
