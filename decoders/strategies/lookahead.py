@@ -200,7 +200,10 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
 
 @lru_cache
 def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., None]:
-    """The function that updates the state after a step. There is one for each shape, because compilation unrolls its loops."""
+    """The function that updates the state after a step.
+
+    There is one for each window and n-gram length, because compilation unrolls its loops.
+    """
 
     def advance(
         block: Tensor, pool: Tensor, nodes: Tensor, chosen: Tensor, logits: Tensor, tokens: Tensor, length: Tensor,

@@ -229,7 +229,7 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 
 
 def _grade(length: int, node: DraftedNode) -> int:
-    """The grade of a draft token, 0 … 17: three grades for each class of match lengths (1, 2-3, 4-7, 8-15, more).
+    """The grade of a draft token, 3 … 17: three grades for each class of match lengths (1, 2-3, 4-7, 8-15, more).
 
     Within a class, the grade depends on the share of the parent's occurrences that continue with the token. First grade: less than a
     half. Second: at least a half, or a single occurrence. Third: all of several occurrences.

@@ -282,7 +282,7 @@ class Engine:
 
     @property
     def functions_ready(self) -> int:
-        """Number of compiled variants of strategies' functions. Arguments with other dtypes or dimensions need another variant."""
+        """Number of compiled variants of strategies' functions: one per function and kind of arguments, whatever sizes above 1 are."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
