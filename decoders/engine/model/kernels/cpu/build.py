@@ -55,7 +55,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def compiler() -> str | None:
-    """The path of the C++ compiler that CXX names; without CXX, of the first that is installed: g++, clang++, c++. None if not found."""
+    """The C++ compiler's path: of the compiler that CXX names, or without CXX of g++, clang++ or c++. None if it is not found."""
     named = os.environ.get("CXX")
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
