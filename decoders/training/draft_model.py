@@ -21,7 +21,7 @@ from ..enabling import disable, enable
 from ..errors import SettingsError, TrainingError
 from .cards import draft_card
 from .recipes import DraftTraining, Measurement
-from .texts import PROMPT_SHARE, Job, Texts, TextStore, counted, held_out_rows, workplace
+from .texts import PROMPT_SHARE, Job, Texts, TextStore, check_length, counted, held_out_rows, workplace
 from .trainer import EpochLearner, Trainer, muon_and_adamw, soft_cross_entropy
 
 #: Greatest number of held-out rows on which agreement is measured between steps.
@@ -50,6 +50,7 @@ def train_draft(
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
         SettingsError: the target lacks one of the layers, or its class cannot have the size that `run` names.
     """
+    check_length(model, run.length)
     draft = new_draft(model, run)
     out, dtype, work = job.out, job.dtype, workplace(job.out, job.resume)
     store = TextStore(model, tokenizer, run, work, job.console)
@@ -300,7 +301,8 @@ def measure(
             as the rest of the row, because a longer one may exceed the model's context.
 
     Returns:
-        figures of both: tokens per step, the target's own token included, and for each draft token the share of steps that accept it.
+        figures: the numbers of prompts and of new tokens; of both texts the tokens per step, the target's own token included, and for
+            each draft token the share of steps that accept it.
     """
     enabled = "generate" in vars(model)
     enable(model, tokenizer)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ..common.transformers_compat import config_value, decoder_layers, stop_tokens
 from ..errors import SettingsError, TrainingError
 from .recipes import Recipe
-from .texts import Job, Texts, TextStore, counted, digest, held_out_rows, workplace
+from .texts import Job, Texts, TextStore, check_length, counted, digest, held_out_rows, workplace
 from .trainer import EpochLearner, Trainer, muon_and_adamw
 
 #: Greatest number of held-out rows on which acceptance is measured between steps.
@@ -303,6 +303,7 @@ def train_head(
     Raises:
         TrainingError: there is too little text, or the checkpoint belongs to another run.
     """
+    check_length(model, run.length)
     work = workplace(job.out, job.resume)
     store = TextStore(model, tokenizer, run, work, job.console)
     rows = max(run.rows, run.tokens // run.length)

@@ -30,7 +30,7 @@ from ..heads.medusa import DEFAULT_TREE, HeadsConfig, MedusaHeads, accepted_leng
 from .cards import medusa_card
 from .progress import progress_bar
 from .recipes import HeadsTraining
-from .texts import Progress, Texts, TextStore, evaluating, held_out_rows, hold_out, workplace
+from .texts import Progress, Texts, TextStore, check_length, evaluating, held_out_rows, hold_out, workplace
 from .trainer import EpochLearner, Trainer, warmup_cosine
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def train_medusa(
     """
     vocab, hidden = model.get_output_embeddings().weight.shape
     config_of(run, hidden, vocab)  # wrong settings are reported before hours of work
+    check_length(model, run.length)
     work = workplace(out, resume)
     weight = model.get_output_embeddings().weight.detach()
     bias = getattr(model.get_output_embeddings(), "bias", None)

@@ -206,6 +206,13 @@ class Job:
     console: Console | None = None
 
 
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """Raises SettingsError if rows of `length` tokens are longer than the target's context."""
+    context = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings")
+    if isinstance(context, int) and length > context:
+        raise SettingsError(f"the model reads at most {amount(context, 'token')}: length must not be {length}")
+
+
 def workplace(out: Path, resume: bool) -> Path:
     """Returns the folder in `out` where a run stores its state. Without `resume`, the folder is emptied.
 
@@ -246,10 +253,10 @@ def save_state(state: dict[str, Any], file: Path) -> None:
     partial.replace(file)
 
 
-def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state in `file`, with its tensors on `device`. Raises TrainingError: the file is damaged."""
+def load_state(file: Path) -> dict[str, Any]:
+    """The state in `file`, with its tensors on the CPU. Raises TrainingError: the file is damaged."""
     try:
-        return torch.load(file, weights_only=True, map_location=device)
+        return torch.load(file, weights_only=True, map_location="cpu")
     except (RuntimeError, EOFError, UnpicklingError) as error:
         raise TrainingError(f"{file} is damaged: delete it, or train without resuming") from error
 
@@ -275,9 +282,6 @@ class TextStore:
         recipe: defines the length of rows, the share of rows that the target continues, and the seed for the order of the texts.
         folder: where rows are stored.
         console: where progress is shown.
-
-    Raises:
-        SettingsError: rows are longer than the target's context.
     """
 
     model: PreTrainedModel
@@ -285,13 +289,6 @@ class TextStore:
     recipe: Recipe
     folder: Path
     console: Console | None = None
-
-    def __post_init__(self) -> None:
-        context = config_value(self.model.config.get_text_config(decoder=True), "max_position_embeddings")
-        if isinstance(context, int) and self.recipe.length > context:
-            raise SettingsError(
-                f"the model reads at most {amount(context, 'token')}: length must not be {self.recipe.length}"
-            )
 
     @cached_property
     def model_digest(self) -> str:

@@ -275,8 +275,7 @@ class Trainer:
             TrainingError: the checkpoint is damaged, or belongs to a run with other settings, other data or another model, or to an
                 earlier version.
         """
-        device = next(self.learner.model.parameters()).device
-        state = load_state(checkpoint, device)
+        state = load_state(checkpoint)
         own, other = self.run.identity, state.get("identity", {})
         different = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
         if different or "optimizers" not in state:

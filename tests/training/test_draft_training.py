@@ -150,8 +150,11 @@ def test_a_short_context_is_enough_for_the_measurements(tmp_path, tokenizer, tex
     model = tiny_model("gpt2", n_positions=SMALL.length)
     job = Job(texts, tmp_path, dtype=torch.float32)
     assert train_draft(model, tokenizer, job, run=run(epochs=1))["new_tokens"] == 18
+    (tmp_path / "long" / "training").mkdir(parents=True)
+    (state := tmp_path / "long" / "training" / "checkpoint.pt").touch()
     with pytest.raises(SettingsError, match="the model reads at most 24 tokens: length must not be 25"):
-        train_draft(model, tokenizer, Job(texts, tmp_path / "long"), run=run(length=25))
+        train_draft(model, tokenizer, Job(texts, tmp_path / "long", resume=False), run=run(length=25))
+    assert state.exists(), "a call that is refused destroys no earlier run"
 
 
 def test_low_precision_trains(model) -> None:

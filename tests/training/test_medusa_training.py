@@ -189,19 +189,11 @@ def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkey
     assert figures["held"]["text"]["positions"] > 0
 
 
-def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, model):
-    resource = pytest.importorskip("resource")
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, model, full_disk):
     texts = Texts(torch.ones(3, 12, dtype=torch.int64), torch.full((3,), 12))
-    states, limits = (
-        HiddenStates(store_of(model, tmp_path), "x", texts, torch.float32),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            states.fill()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    states = HiddenStates(store_of(model, tmp_path), "x", texts, torch.float32)
+    with full_disk(), pytest.raises(OSError, match="No space left"):
+        states.fill()
     states.fill()
     assert states.values.any(2).all()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import signal
 from collections.abc import Iterator
@@ -123,19 +122,13 @@ def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
     assert len(learner.seen) == 10
 
 
-def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tmp_path: Path, full_disk) -> None:
     trainer, checkpoint = Trainer(Line(), run()), tmp_path / "line.pt"
     trainer.save(checkpoint)
     whole = checkpoint.read_bytes()
 
-    class Full(io.BytesIO):
-        def write(self, _) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(Path, "open", lambda *_: Full())
-        with pytest.raises(OSError, match="No space left"):
-            trainer.save(checkpoint)
+    with full_disk(), pytest.raises(OSError, match="No space left"):
+        trainer.save(checkpoint)
     assert checkpoint.read_bytes() == whole
     trainer.load(checkpoint)
 

@@ -21,13 +21,15 @@ class TimedStep:
         nodes: number of nodes per row of the padded block.
         drafted: whether the draft had tokens.
         context: number of tokens of the longest row before the step.
-        compiled, replayed: whether the pass ran compiled, and whether a recording of a part of the step was replayed.
+        compiled: whether the pass ran compiled.
+        replayed: whether a recording of a part of the step was replayed.
         reads_prompt: whether the pass also ran prompt tokens, so that `core` does not show what the nodes cost.
-        wall, computing: wall-clock seconds from the step's begin until the host had read the results, and CPU seconds of this thread
-            in the same time.
+        wall: seconds from the step's begin until the host had read the results.
+        computing: CPU seconds of this thread in the same time.
         core: seconds of the forward pass, verification and commit, until the host had read the results.
         piece: the share of a prompt piece (:attr:`Batch.next_piece`) in `core`, by number of tokens; 0 without a piece.
-        drafting, observing: seconds of the strategy's `propose` and `observe`.
+        drafting: seconds of the strategy's `propose`.
+        observing: seconds of the strategy's `observe`.
     """
 
     outcome: Outcome

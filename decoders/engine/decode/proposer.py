@@ -183,6 +183,12 @@ class Proposer:
             self._verified = draft.tokens.shape[1] + 1
         return draft
 
+    def learn(self, outcome: Outcome) -> None:
+        """Judges the last step's draft by the step's new tokens, and decides whether the next step has a draft."""
+        if self.worth is not None:
+            self.worth.follow(outcome.written)
+            self.skipped = not self.worth.due()
+
     def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
         """Shows the strategy which of its draft tokens were accepted."""
         batch, strategy = self.batch, self.batch.request.strategy

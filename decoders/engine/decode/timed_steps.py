@@ -40,9 +40,7 @@ class TimedSteps:
             proposer.book_replay(last.drafting + last.core)
         if not last.reads_prompt:
             self._learn_costs(last)
-        if (worth := proposer.worth) is not None:
-            worth.follow(last.outcome.written)
-            proposer.skipped = not worth.due()
+        proposer.learn(last.outcome)
 
     def _learn_costs(self, last: TimedStep) -> None:
         """Updates the cost models by the last step, whose pass ran no prompt tokens."""

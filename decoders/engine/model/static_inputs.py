@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...tree import Topology
+from .modules_compat import buffers_in, modules_in, parameters_in
 from .torch_compat import with_parts
 
 #: Types of objects that are not searched for tensors.
@@ -51,7 +52,8 @@ def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _leaves(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):  # replays read its weights at the addresses that they had in the recording
-        weights = with_parts([*value.parameters(), *value.buffers()])
+        modules = modules_in(value)
+        weights = with_parts([*parameters_in(modules), *buffers_in(modules)])
         yield path, (SameObject(value), *[weight.data_ptr() for weight in weights])
         return
     if isinstance(value, (Tensor, *_OPAQUE)) or id(value) in above:

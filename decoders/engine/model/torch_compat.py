@@ -201,8 +201,12 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
 def uncompiled(function: Any) -> Any:
     """What ``torch.compile`` has compiled to `function`; `function` itself if it was not compiled."""
     original = getattr(function, "_torchdynamo_orig_callable", None)
-    # functools.wraps gives both attributes to a function around a compiled one, with another value of the second.
-    return original if original is not None and function.__wrapped__ == original else function
+    if original is None or getattr(
+        function, "_torchdynamo_disable", False
+    ):  # torch.compiler.disable sets the attribute, too
+        return function
+    # functools.wraps gives the attribute to a function around a compiled one, but another `__wrapped__`.
+    return original if getattr(function, "__wrapped__", None) == original else function
 
 
 @cache

@@ -62,6 +62,9 @@ def test_what_it_does_not_read_is_refused() -> None:
     ):
         with pytest.raises(GrammarError):
             XGrammar().compile(spec.language(), vocabulary, policy)
+    for regex in ("[a-z&&[^aeiou]]", "[[:alpha:]]", "[a-z--b]", "[a~~b]"):
+        with pytest.raises(GrammarError, match="otherwise than Rust"):
+            XGrammar().compile(Language("classes", regex=regex), vocabulary)
 
 
 @pytest.mark.parametrize(

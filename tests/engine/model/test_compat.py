@@ -70,6 +70,8 @@ def test_what_was_compiled_is_told_from_a_function_around_it() -> None:
         return compiled(*args, **kwargs)
 
     assert torch_compat.uncompiled(around) is around
+    disabled = torch.compiler.disable(model.forward)
+    assert torch_compat.uncompiled(disabled) is disabled
     assert torch_compat.uncompiled(None) is None
 
 

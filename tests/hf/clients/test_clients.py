@@ -274,11 +274,11 @@ def test_a_merged_adapter_counts_in_every_precision(plain: PreTrainedModel, weig
 
 @pytest.mark.parametrize(("weights", "close"), [("keep", 1e-3), ("int8", 2.0)])
 def test_an_adapter_that_parametrizes_a_weight_during_its_pass_counts(weights: str, close: float) -> None:
-    """Without the adapter, logits differ by more than 6."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=4, target_modules=[], target_parameters=["q_proj.weight"], init_lora_weights=False
     )
+    torch.manual_seed(0)
     model = peft.get_peft_model(tiny_model("llama", hidden_size=128), config).eval()
     options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     decoders.enable(model).merge_adapter()
@@ -287,6 +287,9 @@ def test_an_adapter_that_parametrizes_a_weight_during_its_pass_counts(weights: s
         theirs = model.generate(**prompts(), **options)
         ours = model.generate(**prompts(), **options, strategy="prompt_lookup", decoders_config={"weights": weights})
         assert (ours.logits[0] - theirs.logits[0]).abs().max() < close
+    with model.disable_adapter():
+        bare = model.generate(**prompts(), **options)
+    assert (bare.logits[0] - theirs.logits[0]).abs().max() > 2 * close, "the adapter must matter"
 
 
 def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:

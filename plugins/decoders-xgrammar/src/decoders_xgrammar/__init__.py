@@ -38,6 +38,7 @@ class XGrammar(Backend):
         if policy != "full":
             raise GrammarError(f'{language.name}: backend="xgrammar" has no policy {policy!r}')
         unread = [part for part in _UNREAD.findall(language.regex) if part[0] == "[" or part[1] in "dDpPsSwW"]
+        unread += [part for part in _PART.findall(language.regex) if part[0] == "[" and _NESTED.search(part, 1)]
         if unread:
             raise GrammarError(
                 f'{language.name}: backend="xgrammar" reads {unread[0]} otherwise than Rust: write the characters ([0-9], say), or '
@@ -58,6 +59,8 @@ class XGrammar(Backend):
 
 #: An escape, or the beginning of a class that xgrammar would negate.
 _UNREAD = re.compile(r"\[\\\^|\\.", re.DOTALL)
+#: A class within a class, or an operation on classes.
+_NESTED = re.compile(r"(?<!\\)\[|&&|--|~~")
 _ESCAPE = re.compile(r"\\(?:x\{?|.)", re.DOTALL)
 #: An escape, a class in brackets, or a dot.
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\.", re.DOTALL)
@@ -65,7 +68,7 @@ _CODES = {r"\x": r"\u00", r"\x{": r"\u{"}
 
 
 def _translated(regex: str) -> str:
-    r"""`regex` as xgrammar reads it: its dot is any character, its ``\x`` takes all hexadecimal digits behind it."""
+    r"""`regex` as xgrammar reads it: its dot is any character, its ``\x`` takes all hexadecimal digits after it."""
     regex = _PART.sub(lambda part: r"[^\n]" if part[0] == "." else part[0], regex)
     return _ESCAPE.sub(lambda escape: _CODES.get(escape[0], escape[0]), regex)
 

@@ -133,6 +133,7 @@ def test_rows_may_have_more_than_two_to_the_31_numbers(tmp_path: Path) -> None:
     inputs, far, terms = 1 << 28, 1 << 31, 8  # row 8 begins at number 2^31
     # A sparse file: neither memory nor disk is needed. In 32 bits the number would be -2^31, which is in the file, too.
     x = torch.from_file(str(tmp_path / "x"), shared=True, size=2 * far + inputs, dtype=torch.float16)[far:]
+    (tmp_path / "x").unlink()  # the mapping stays
     x[far : far + terms] = torch.arange(terms)
     matrix, out = torch.ones(1, terms, dtype=torch.float16), torch.zeros(9, 1, dtype=torch.float16)
     _multiply[(1, 1, 1)](
