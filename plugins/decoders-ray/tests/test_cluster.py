@@ -141,7 +141,14 @@ def test_clients_ask_over_http(front: Any, alone: Any) -> None:
     status, answer = post(front, {"prompt": "for i in", "max_new_tokens": 12, "stream": True})
     parts = [json.loads(line) for line in answer.decode().splitlines()]
     assert tokens_of(parts) == expected and parts[-1]["done"]
-    for wrong in ({"max_new_tokens": 3}, [1], {"prompt": "x", "colour": 1}, {"prompt": "x", "strategy": "nonsense"}):
+    for wrong in (
+        {"max_new_tokens": 3},
+        [1],
+        {"prompt": 5},
+        {"prompt": ["x"]},
+        {"prompt": "x", "colour": 1},
+        {"prompt": "x", "strategy": "nonsense"},
+    ):
         status, answer = post(front, wrong)
         assert status == 400 and "error" in json.loads(answer), (wrong, answer)
 

@@ -131,6 +131,8 @@ class Front:
         try:
             body = await request.json()
             prompt, streams = body.pop("prompt"), bool(body.pop("stream", False))
+            if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(i) is int for i in prompt)):
+                raise ValueError(f"prompt is text or a list of token ids, not {prompt!r}")
             if unknown := sorted(set(body) - set(ARGUMENTS)):
                 raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(ARGUMENTS)}")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
