@@ -78,7 +78,7 @@ class Guide(ABC):
 
     @abstractmethod
     def commit(self, out: StepOutput, ended: Tensor, outcome: Outcome | None = None) -> None:
-        """Like :meth:`accept`, for tokens that are committed. Drops the positions of draft nodes.
+        """Advances the rows over the committed tokens, and drops the positions of draft nodes.
 
         Args:
             ended: ``[B]`` bool, the rows that have ended.
