@@ -10,6 +10,7 @@ import re
 import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import date, datetime, time, timedelta, timezone
 from io import StringIO
 from urllib.parse import urlsplit
@@ -156,7 +157,8 @@ def parse_function_call(text: str) -> None:
 def parse_sql(text: str) -> None:
     """SQLite reads the syntax first: what it says about unknown tables and columns comes later."""
     try:
-        sqlite3.connect(":memory:").execute(f"EXPLAIN {text}")
+        with closing(sqlite3.connect(":memory:")) as database:
+            database.execute(f"EXPLAIN {text}")
     except sqlite3.OperationalError as error:
         assert not re.search("syntax error|incomplete input|unrecognized token", str(error)), error
 
