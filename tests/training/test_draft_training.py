@@ -50,7 +50,7 @@ def test_layers_may_differ_in_more_than_lists_say() -> None:
         assert kept(ids).logits.shape == model(ids).logits.shape
     with pytest.raises(SettingsError, match="differ in head_dim.*origin='layers'"):
         new_draft(model, run(origin="scratch"))
-    with pytest.raises(TrainingError, match="no Gemma4ForCausalLM can have these layers alone: .* layer types"):
+    with pytest.raises(TrainingError, match="no Gemma4ForCausalLM can have these layers alone: "):
         cut(tiny_model("gemma4"), (0,))  # its keys and values would be those of a layer that is gone
 
 
