@@ -110,16 +110,6 @@ def judged(grammar: CompiledGrammar, tokens: Sequence[int], check: Check) -> str
     return None
 
 
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Ends a workshop's process. It ends with its tasks when `control` closes. While it is starting, it has no tasks and is killed."""
-    control.close()
-    try:
-        process.wait(0.5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 class Workshop:
     """Compiles and caches grammars for one vocabulary. Thread-safe.
 
@@ -198,7 +188,7 @@ class Workshop:
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | threads, start_new_session=True,
                 )  # fmt: skip
             self._control = mine
-            weakref.finalize(self, _end, mine, self._process)
+            weakref.finalize(self, mine.close)  # the process ends when this socket closes
 
     def _done(self, task: Callable[[Vocabulary], Any], check: Check, seconds: float = 1.0) -> Any:
         """Runs `task` in a fork, and returns its result or raises its error. seconds: its processor time, in addition to

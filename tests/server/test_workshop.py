@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -151,16 +150,6 @@ def test_what_it_started_is_killed_with_it(workshop: Workshop, wait_until: Any) 
 
 
 @pytest.mark.slow  # two processes import the package; .ci/run runs it
-def test_the_process_of_a_workshop_ends_with_it() -> None:
-    shop = Workshop(VOCABULARY, Auto(), 2.0)
-    shop.begin()
-    process = shop._process
-    assert process is not None
-    del shop
-    gc.collect()
-    assert process.returncode is not None, "without it Python warns of a process that outlives its owner"
-
-
 def test_another_process_is_begun_where_one_was_killed(workshop: Workshop, caplog: Any) -> None:
     workshop.begin()
     assert workshop._process is not None
