@@ -201,12 +201,10 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
 def uncompiled(function: Any) -> Any:
     """What ``torch.compile`` has compiled to `function`; `function` itself if it was not compiled."""
     original = getattr(function, "_torchdynamo_orig_callable", None)
-    if original is None or getattr(
-        function, "_torchdynamo_disable", False
-    ):  # torch.compiler.disable sets the attribute, too
-        return function
-    # functools.wraps gives the attribute to a function around a compiled one, but another `__wrapped__`.
-    return original if getattr(function, "__wrapped__", None) == original else function
+    disabled = getattr(function, "_torchdynamo_disable", False)  # torch.compiler.disable sets both attributes
+    # functools.wraps gives the first to a function around a compiled one, but another `__wrapped__`.
+    compiled = original is not None and not disabled and getattr(function, "__wrapped__", None) == original
+    return original if compiled else function
 
 
 @cache

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,8 @@ def of_several(models: Models, rank: int) -> dict[str, Any]:
         refusal(
             lambda: models.tokens("autoregressive", "greedy", decoders_config={"kv_cache": "int8" if rank else "keep"})
         ),
-        released_by(0, rank, models),
-        forgotten_by(0, rank, models),
+        dropped_by(0, rank, models, decoders.release),
+        dropped_by(0, rank, models, decoders.forget),
     ]
     before = models.tokens("autoregressive", "greedy")
     with torch.no_grad():
@@ -210,23 +211,13 @@ def whole_experts() -> Any:
     return DistributedConfig(tp_plan="auto", enable_expert_parallel=True)  # transformers 5.17
 
 
-def released_by(one: int, rank: int, models: Models) -> str:
-    """What happens after only process `one` has released the model."""
+def dropped_by(one: int, rank: int, models: Models, drop: Callable[[Any], object]) -> str:
+    """What happens after only process `one` has called `drop`, which drops data of the model."""
     models.tokens("autoregressive", "greedy")
     if rank == one:
-        decoders.release(models.target)
+        drop(models.target)
     said = refusal(lambda: models.tokens("autoregressive", "greedy"))
-    decoders.release(models.target)
-    return said
-
-
-def forgotten_by(one: int, rank: int, models: Models) -> str:
-    """What happens after only process `one` has forgotten the model's texts."""
-    models.tokens("autoregressive", "greedy")
-    if rank == one:
-        decoders.forget(models.target)
-    said = refusal(lambda: models.tokens("autoregressive", "greedy"))
-    decoders.forget(models.target)
+    drop(models.target)
     return said
 
 
