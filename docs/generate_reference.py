@@ -83,7 +83,7 @@ HEADS = {
     "decoders.heads.eagle3": ("Eagle3Config",),
     "decoders.heads.medusa": ("load_heads", "save_heads", "HeadsConfig", "search_tree", "accepted_length", "picture"),
     "decoders.training.medusa": ("train_medusa",),
-    "decoders.training.recipes": ("Recipe", "HeadsTraining"),
+    "decoders.training.texts": ("Job",),
 }
 
 

@@ -78,7 +78,11 @@ def _name_value(error: typer.BadParameter) -> None:
     from pydantic import ValidationError
 
     if isinstance(error.__cause__, ValidationError):
-        error.message += f", not {error.__cause__.errors()[0]['input']!r}"
+        problem = error.__cause__.errors()[0]
+        named = problem["type"] == "value_error"  # of a choice
+        error.message = (
+            error.message.removeprefix("Value error, ") if named else f"{error.message}, not {problem['input']!r}"
+        )
 
 
 def _print_error(message: str) -> None:

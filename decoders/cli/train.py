@@ -9,11 +9,12 @@ import typer
 
 from ..common.files import write_whole
 from ..errors import SettingsError, amount
+from ..training.recipes import SEEDS
 from .benches import check_writable
 from .catalogue import ExtensibleGroup
 from .console import plain_console, waiting
 from .models import CompiledSteps, Device, Dtype, Threads
-from .training_options import SEEDS, AsJson
+from .training_options import AsJson
 
 app = typer.Typer(
     no_args_is_help=True,

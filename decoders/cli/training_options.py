@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import SettingsError
 from .console import plain_console
 from .models import Device, Threads, known_dtype
 
@@ -36,46 +35,9 @@ Held = Annotated[
 TestText = Annotated[
     list[Path] | None, typer.Option(help="Test text file, for the final measurements in the model card. Repeatable.")
 ]
-Tokens = Annotated[int, typer.Option(min=1, help="Maximum number of training tokens.")]
-Length = Annotated[
-    int, typer.Option(min=16, help="Length of a training sequence, in tokens, at most the model's context.")
-]
-OwnShare = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        max=1,
-        help="Fraction of the training sequences that the target writes itself, after their first quarter.",
-    ),
-]
-ReadLayers = Annotated[
-    str | None,
-    typer.Option(
-        help="Target layers whose hidden states are read, such as 1,15,28; -1 is the last. Default: by the target's depth."
-    ),
-]
-Intermediate = Annotated[
-    int | None, typer.Option(min=1, help="MLP width of each layer (intermediate_size). Default: the target's.")
-]
-DraftVocab = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Size of the draft vocabulary: the most frequent tokens of the data. Default: all tokens."
-    ),
-]
-Epochs = Annotated[int, typer.Option(min=1, help="Maximum number of passes over the training text.")]
-RowsPerStep = Annotated[int, typer.Option(min=1, help="Number of sequences per training step (batch size).")]
-Rate = Annotated[float, typer.Option(min=0, help="Peak learning rate.")]
-Patience = Annotated[
-    int, typer.Option(min=1, help="Number of evaluations without improvement after which training stops.")
-]
-#: Seeds are multiplied for torch, which takes 64 bits.
-SEEDS: dict[str, Any] = {"min": -(2**40), "max": 2**40}
-Seed = Annotated[int, typer.Option(**SEEDS, help="Random seed of the initial weights and of the data order.")]
 ModelType = Annotated[
     str, typer.Option(callback=known_dtype, help="Dtype of the model: float32, bfloat16, float16 or auto.")
 ]
-Bf16 = Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")]
 Resume = Annotated[bool, typer.Option(help="Resume an interrupted run in the output folder.")]
 CheckpointMinutes = Annotated[float, typer.Option(min=0, help="Minutes between checkpoints.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, without progress.")]
@@ -157,20 +119,6 @@ def _edit_tasks(sources: list[Source], count: int) -> list[str]:
     functions, rng = data.functions(sources) if count else [], random.Random(0)
     names = data.new_names(functions)
     return [data.edit_task(rng.choice(functions), names, rng).text for _ in range(count if functions and names else 0)]
-
-
-def indices(layers: str | None) -> tuple[int, ...] | None:
-    """Parses ``"1,15,28"`` to numbers. Returns None for None.
-
-    Raises:
-        SettingsError: the text has another form.
-    """
-    if layers is None:
-        return None
-    try:
-        return tuple(int(layer) for layer in layers.split(","))
-    except ValueError as error:
-        raise SettingsError(f"layers are numbers with commas between, such as 1,15,28, not {layers!r}") from error
 
 
 def command_line() -> str:

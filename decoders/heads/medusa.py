@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
-from pydantic import ValidationError, field_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -32,9 +31,8 @@ WEIGHTS = "model.safetensors"
 UPSTREAM = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadsConfig:
-    """The shape of the heads, the tree of their draft tokens, and measurements of their training.
+class HeadsConfig(FileConfig):
+    """The shape of the heads, and the tree of their draft tokens.
 
     Attributes:
         heads: ``K``; head k = 1 … K predicts the token k places after the token that the output head predicts.
@@ -45,25 +43,21 @@ class HeadsConfig:
             matrix of rank `rank` to the target's output head. ``full``: each head has its own projection, as in the paper.
         rank: rank of the learned matrix; 0 with another `projection`.
         tree: paths in Medusa's notation, best first: the first n paths are the best tree of n nodes. None: the default tree.
-        figures: measurements of the training, for the model card.
     """
 
-    heads: int
-    layers: int
-    hidden_size: int
-    vocab_size: int
+    heads: Count
+    layers: Count
+    hidden_size: Count
+    vocab_size: Count
     projection: Projection = "full"
-    rank: int = 0
-    tree: tuple[tuple[int, ...], ...] | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
+    rank: Annotated[Whole, Field(ge=0)] = 0
+    tree: tuple[tuple[Whole, ...], ...] | None = None
 
-    def __post_init__(self) -> None:
-        if min(self.heads, self.layers, self.hidden_size, self.vocab_size) < 1:
-            raise SettingsError("Medusa heads: heads, layers, hidden_size and vocab_size must be at least 1")
-        if self.projection not in ("tied", "low_rank", "full"):
-            raise SettingsError(f"Medusa heads: projection must be tied, low_rank or full, not {self.projection!r}")
+    @model_validator(mode="after")
+    def _rank_fits(self) -> Self:
         if (self.projection == "low_rank") != (self.rank > 0):
-            raise SettingsError("Medusa heads: projection low_rank needs a rank, and only low_rank has one")
+            raise ValueError("projection low_rank needs a rank, and only low_rank has one")
+        return self
 
 
 class HeadWeights(NamedTuple):
@@ -170,7 +164,7 @@ def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.floa
     from safetensors.torch import save
 
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in heads.state_dict().items()}
-    config = {"model_type": "decoders_medusa", **asdict(heads.config)}
+    config = {"model_type": "decoders_medusa", **heads.config.model_dump(mode="json")}
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in config.items()]  # a tree on one line
     write_whole(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
     # The config is written last, because a folder with a config is taken for complete heads.
@@ -202,35 +196,10 @@ def _load(path: Path, stamp: Stamp, device: torch.device, dtype: torch.dtype | N
     return heads.to(device=device, dtype=dtype).eval()
 
 
-class _Config(FileConfig):
-    """The fields of :class:`HeadsConfig` as JSON."""
-
-    heads: Count
-    layers: Count
-    hidden_size: Count
-    vocab_size: Count
-    projection: Projection = "full"
-    rank: Whole = 0
-    tree: tuple[tuple[Whole, ...], ...] | None = None
-    figures: dict[str, Any] = {}
-
-    @field_validator("tree", mode="wrap")
-    @classmethod
-    def _is_tree(cls, value: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            raise ValueError("the tree must be a list of paths of ranks, [[0], [0, 1]]") from error
-
-
 def _ours(path: Path, state: dict[str, Tensor]) -> MedusaHeads:
     place = f"medusa: {path / CONFIG}"
     raw = read_json(path / CONFIG, f"these Medusa heads have no config at {str(path / CONFIG)!r}", "medusa")
-    fields = _Config.of(raw, place, "config of Medusa heads")
-    try:
-        heads = MedusaHeads(HeadsConfig(**dict(fields)))
-    except SettingsError as error:
-        raise SettingsError(f"{place}: {error}") from error
+    heads = MedusaHeads(HeadsConfig.of(raw, place, "config of Medusa heads"))
     try:
         heads.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     except RuntimeError as error:  # a tensor is missing, or has another shape

@@ -27,7 +27,7 @@ from ..errors import SettingsError
 from ..heads.block_heads import DraftedBlock, HeadFields, MarkovHead
 from ..heads.dflash import DFlashConfig, DFlashNetwork, embedding_of
 from ..heads.dflash_files import DFlashFiles, head_of, load_draft_model, save_draft_model
-from .cards import dflash_card
+from .cards import card
 from .feature_heads import (
     Acceptance,
     AcceptanceSums,
@@ -38,7 +38,7 @@ from .feature_heads import (
     drafted_size,
     layer_config,
     layers_read,
-    train_head,
+    train_network,
 )
 from .recipes import BlockTraining
 from .texts import Job, Texts
@@ -85,14 +85,25 @@ def train_dflash(
             draft = begin_with(given, config, model.get_output_embeddings().weight.detach().float()[ids])
         return BlockLearner(run, draft, teacher, ids, train, judged)
 
-    def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
+    def write(learner: FeatureLearner, figures: dict[str, Any], texts: Mapping[str, Texts]) -> str:
         assert isinstance(learner, BlockLearner)
         draft, ids = learner.model, None if size == shape.vocab_size else learner.ids.cpu()
         output = learner.output if learner.own_output else None
         save_draft_model(draft.config, draft.network, draft.head, job.out, model, ids, output, job.dtype)
-        return dflash_card(draft.config, model, run, figures, job.command)
+        head = f"A head ({run.head}) adds a bias of rank {run.rank} that depends on the tokens before (DSpark, arXiv 2607.05147). "
+        about = (
+            f"{run.depth} decoder layers for a {type(model).__name__} of hidden size {shape.hidden_size}. They read the outputs of the "
+            f"model's layers {', '.join(map(str, layers))} (counted from 0), draft {run.block} tokens in one pass (DFlash, arXiv "
+            f"2602.06036), and can propose {size:,} of the model's {shape.vocab_size:,} tokens. {head if run.rank else ''}"
+            '`strategy="dflash"` of hf-decoders uses the draft model.'
+        )
+        how = (
+            f"Blocks begin at {run.blocks:.1%} of the positions; cross entropy against the model's distribution, weighted "
+            f"{run.decay:g}^k."
+        )
+        return card("Block draft model", "dflash", about, how, run, figures, job.command)
 
-    return train_head(model, tokenizer, job, run, make, write, goes_on=given is not None)
+    return train_network(model, tokenizer, job, run, "draft model", make, write, goes_on=given is not None)
 
 
 def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: int, mask: int) -> DFlashConfig:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,67 +13,74 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.transformers_compat import config_value, decoder_layers, stop_tokens
+from ..common.transformers_compat import config_value, decoder_layers
 from ..enabling import disable, enable
-from ..errors import SettingsError, TrainingError
-from .cards import draft_card
-from .recipes import DraftTraining, Measurement
-from .texts import PROMPT_SHARE, Job, Texts, TextStore, check_length, counted, held_out_rows, workplace
-from .trainer import EpochLearner, Trainer, muon_and_adamw, soft_cross_entropy
+from ..errors import SettingsError, TrainingError, amount
+from .cards import card, table
+from .feature_heads import Acceptance, AcceptanceSums, FeatureLearner, Teacher, train_network
+from .recipes import DraftTraining
+from .texts import PROMPT_SHARE, Job, Texts, evaluating
+from .trainer import soft_cross_entropy
 
-#: Greatest number of held-out rows on which agreement is measured between steps.
-WATCHED = 16
+#: Of the ``speculative`` calls that are measured: draft tokens per step, number of prompts, and new tokens after each prompt.
+LENGTH, PROMPTS, NEW_TOKENS = 5, 8, 64
 
 
 def train_draft(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    job: Job,
-    *,
-    run: DraftTraining = DraftTraining(),
-    measurement: Measurement = Measurement(),
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, *, run: DraftTraining = DraftTraining()
 ) -> dict[str, Any]:
     """Trains a draft model for the frozen target `model`, and writes it with the tokenizer and a card.
 
     Args:
         run: shape of the draft model, and settings of the training.
-        measurement: settings of the ``speculative`` calls that measure the trained model. Their prompts are beginnings of the test
-            texts, or of held-out texts if there are no test texts.
 
     Returns:
-        The figures: steps, tokens, seconds, parameters, agreement by kind of held-out text, and the results of :func:`measure`.
+        The figures: steps, tokens, seconds, parameters, acceptance of one draft token by kind of held-out text, and the results of
+        :func:`measure`. Its prompts are beginnings of the test texts, or of held-out texts if there are no test texts.
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
         SettingsError: the target lacks one of the layers, or its class cannot have the size that `run` names.
     """
-    check_length(model, run.length)
-    draft = new_draft(model, run)
-    out, dtype, work = job.out, job.dtype, workplace(job.out, job.resume)
-    store = TextStore(model, tokenizer, run, work, job.console)
-    rows = max(run.rows, run.tokens // run.length)
-    train, judged = store.learnt_and_held(job.texts, job.held, rows)
-    learner = DraftLearner(run, draft, model, train, judged)
-    trainer = Trainer(learner, learner.run({"text": train.digest(), "model": store.model_digest}))
-    # The card also shows the agreement before training. The weights are the initial ones here, even in a resumed run, because
-    # :meth:`Trainer.train` loads the checkpoint.
-    before = agreement(learner, judged.part(0, learner.training.rows))
-    checkpoint = work / "checkpoint.pt"
-    trainer.train(
-        "draft", checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console
-    )
-    _write(draft.to(dtype), tokenizer, out, dtype)  # type: ignore[arg-type]
-    draft.float()  # the weights stay rounded to `dtype`, so the figures hold for the written weights
-    prompted = store.texts(job.test, held_out_rows(rows)) if job.test else judged.ids
-    figures: dict[str, Any] = {
-        "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
-        "parameters": sum(p.numel() for p in draft.parameters()), "target_parameters": sum(p.numel() for p in model.parameters()),
-        "agreement_before": before[0], "agreement": judged.by_kind(partial(_agreement, learner)),
-        **measure(model, draft, tokenizer, prompted, measurement),
-    }  # fmt: skip
-    (out / "README.md").write_text(draft_card(draft, model, run, measurement, figures, job.command), encoding="utf-8")
-    shutil.rmtree(work)
-    return figures
+    draft = new_draft(model, run)  # wrong settings are reported before hours of work
+
+    def make(train: Texts, judged: Texts) -> DraftLearner:
+        return DraftLearner(run, draft, model, train, judged)
+
+    def write(learner: FeatureLearner, figures: dict[str, Any], texts: Mapping[str, Texts]) -> str:
+        _write(draft.to(job.dtype), tokenizer, job.out, job.dtype)  # type: ignore[arg-type]
+        draft.float()
+        figures["target_parameters"] = sum(p.numel() for p in model.parameters())
+        figures |= measure(model, draft, tokenizer, texts.get("test", texts["held"]).ids)
+        config, target = (part.config.get_text_config(decoder=True) for part in (draft, model))
+        layers = f"layers {', '.join(map(str, run.layers_of(target.num_hidden_layers)))} of the target's, counted from 0, with its head"
+        origin = layers if run.origin == "layers" else f"from scratch, hidden size {config.hidden_size}"
+        about = (
+            f"For a {type(model).__name__} of {figures['target_parameters']:,} parameters, {target.num_hidden_layers} layers and "
+            f"hidden size {target.hidden_size}: {amount(config.num_hidden_layers, 'layer')}, {origin}. Same tokenizer. Pass it as "
+            "`assistant_model=` to hf-decoders."
+        )
+        how = "Distillation: cross entropy against the target's distribution after every token."
+        return card(
+            "Draft model", "draft-model", about, how, run, figures, job.command, _measured(figures), "transformers"
+        )
+
+    return train_network(model, tokenizer, job, run, "draft", make, write)
+
+
+def _measured(figures: Mapping[str, Any]) -> str:
+    """The part of the card about the results of :func:`measure`."""
+    rows = [
+        [title, f"{figures[name]['tokens_per_step']:.2f}", *(f"{share:.1%}" for share in figures[name]["reached"])]
+        for name, title in (("greedy", "greedy"), ("sampled", "sampled, temperature 1"))
+    ]
+    return f"""
+## Acceptance
+`speculative` with {LENGTH} drafted tokens a step, on {figures["prompts"]} beginnings of held-out text, {figures["new_tokens"]} tokens
+each. Tokens per step include the target's own; plain decoding has 1.
+
+{table(["tokens per step", *(f"token {k + 1} accepted" for k in range(LENGTH))], rows)}
+"""
 
 
 def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: torch.dtype) -> None:
@@ -90,11 +94,6 @@ def _write(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path
         file.chmod(0o644)
         file.replace(out / file.name)
     partial_folder.rmdir()
-
-
-def _agreement(learner: DraftLearner, texts: Texts) -> dict[str, float]:
-    same, overlap = agreement(learner, texts)
-    return {"same": same, "overlap": overlap}
 
 
 def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedModel:
@@ -213,78 +212,47 @@ def _build(model: PreTrainedModel, config: Any, seed: int) -> PreTrainedModel:
     return draft
 
 
-class DraftLearner(EpochLearner):
-    """A draft model and its optimizers.
-
-    Args:
-        target: the frozen target, whose logits are computed in every step.
-        train: training text.
-        held_out: held-out text. Scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
-    """
+class DraftLearner(FeatureLearner):
+    """Trains a draft model. A draft has a single token, which depends on the text only."""
 
     model: PreTrainedModel
 
     def __init__(
         self, training: DraftTraining, draft: PreTrainedModel, target: PreTrainedModel, train: Texts, held_out: Texts
     ) -> None:
-        super().__init__(training, len(train.ids), training.rows)
-        self.training, self.model, self.target, self.train = training, draft, target, train
-        self.stops, self.positions = stop_tokens(target), training.rows * training.length
-        self._watched = held_out.part(0, WATCHED)
-        outer = (draft.get_input_embeddings(), draft.get_output_embeddings())
-        self.optimizers = muon_and_adamw(draft, training.rate, [cast(Tensor, m.weight) for m in outer if m is not None])
+        outer = [
+            cast(Tensor, m.weight)
+            for m in (draft.get_input_embeddings(), draft.get_output_embeddings())
+            if m is not None
+        ]
+        ids = torch.arange(len(target.get_output_embeddings().weight), device=target.device)
+        super().__init__(
+            training, training.rows, draft, Teacher(target, (), training.bf16), ids, train, held_out, outer
+        )
+        self.positions = training.rows * training.length
 
     def learn(self, step: int) -> Tensor:
-        texts = self.train.chosen(self.examples_of(step))
-        target, counts = self._taught(texts)
-        scores = self._scores(self.model, texts)
+        texts, lesson = self.lesson(step)
+        scores, counts = self._scores(texts), lesson.counted.float()
         loss, gradient = soft_cross_entropy(
-            scores.detach().float(), target.softmax(-1), counts / counts.sum().clamp(min=1)
+            scores.detach().float(), lesson.logits.softmax(-1), counts / counts.sum().clamp(min=1)
         )
         scores.backward(gradient.to(scores.dtype))
         return loss
 
-    def scores(self) -> list[float]:
-        """The share of positions at which draft model and target choose the same token, and the overlap of their distributions."""
-        return list(agreement(self, self._watched))
+    def acceptance(self, texts: Texts) -> Acceptance:
+        """The acceptance of drafts of one token at all positions of `texts` that count."""
+        sums = AcceptanceSums(1)
+        with evaluating(self.model):
+            for part, lesson in self.lessons(texts):
+                scores = self._scores(part).float()
+                sums.begin(lesson.counted)
+                sums.add(scores, scores.argmax(-1) == lesson.best, lesson.probabilities)
+        return sums.acceptance
 
-    def in_words(self, scores: Sequence[float]) -> str:
-        same, overlap = scores
-        return f"same token {same:.1%}, overlap {overlap:.1%}"
-
-    def _taught(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """The target's logits ``[B, T, V]`` float32, and the weight ``[B, T]`` float32 of each position: 1 if it counts, else 0."""
-        with torch.no_grad():
-            logits = self._scores(self.target, texts).float()
-        return logits, counted(texts, self.stops).to(logits.device).float()
-
-    def _scores(self, model: PreTrainedModel, texts: Texts) -> Tensor:
-        device = self.target.device
-        with torch.autocast(device.type, torch.bfloat16) if self.training.bf16 else nullcontext():
-            return model(input_ids=texts.ids.to(device), use_cache=False).logits
-
-
-@torch.no_grad()
-def agreement(learner: DraftLearner, texts: Texts) -> tuple[float, float]:
-    """Compares draft model and target at the positions that count.
-
-    Returns:
-        the share of positions at which both choose the same token greedily, and the mean overlap of their distributions
-        (1 - total variation).
-    """
-    training, sums, count = learner.model.training, torch.zeros(2, dtype=torch.float64), 0.0
-    learner.model.eval()
-    for first in range(0, len(texts.ids), learner.training.rows):
-        part = texts.part(first, first + learner.training.rows)
-        target, counts = learner._taught(part)
-        scores = learner._scores(learner.model, part).float()
-        same = (target.argmax(-1) == scores.argmax(-1)) * counts
-        overlap = torch.minimum(target.softmax(-1), scores.softmax(-1)).sum(-1) * counts
-        sums += torch.stack([same.sum(), overlap.sum()]).cpu().double()
-        count += counts.sum().item()
-    learner.model.train(training)
-    same, overlap = (sums / max(count, 1)).tolist()
-    return same, overlap
+    def _scores(self, texts: Texts) -> Tensor:
+        with self.teacher.precision():
+            return self.model(input_ids=texts.ids.to(self.ids.device), use_cache=False).logits
 
 
 def measure(
@@ -292,7 +260,6 @@ def measure(
     draft: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Tensor,
-    measurement: Measurement,
 ) -> dict[str, Any]:
     """Measures ``speculative``, greedy and at temperature 1.
 
@@ -306,8 +273,8 @@ def measure(
     """
     enabled = "generate" in vars(model)
     enable(model, tokenizer)
-    prompts = rows[: measurement.prompts, : max(1, round(PROMPT_SHARE * rows.shape[1]))].to(model.device)
-    new_tokens = min(measurement.new_tokens, rows.shape[1] - prompts.shape[1])
+    prompts = rows[:PROMPTS, : max(1, round(PROMPT_SHARE * rows.shape[1]))].to(model.device)
+    new_tokens = min(NEW_TOKENS, rows.shape[1] - prompts.shape[1])
     figures: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens}
     try:
         for name, options in (
@@ -316,14 +283,14 @@ def measure(
         ):
             out = cast(Any, model).generate(
                 prompts, attention_mask=prompts.new_ones(prompts.shape), strategy="speculative", assistant_model=draft,
-                strategy_config={"length": measurement.length}, max_new_tokens=new_tokens, seed=measurement.seed,
+                strategy_config={"length": LENGTH}, max_new_tokens=new_tokens, seed=0,
                 return_dict_in_generate=True, decoders_config={"compile": False}, **options,
             )  # fmt: skip
             accepted = Counter(dict(enumerate(out.report.accepted_lengths)))
             steps = max(1, sum(accepted.values()))
             figures[name] = {
                 "tokens_per_step": out.report.mean_accepted_length,
-                "reached": [sum(c for n, c in accepted.items() if n > k) / steps for k in range(measurement.length)],
+                "reached": [sum(c for n, c in accepted.items() if n > k) / steps for k in range(LENGTH)],
             }
     finally:
         if not enabled:

@@ -26,7 +26,7 @@ from ..common.transformers_compat import stop_tokens
 from ..errors import SettingsError
 from ..heads.eagle3 import DecoderLayer, Eagle3Config, Eagle3Head
 from ..heads.eagle3_files import Eagle3Files, Format, load_head, save_head
-from .cards import eagle3_card
+from .cards import card
 from .feature_heads import (
     Acceptance,
     AcceptanceSums,
@@ -37,7 +37,7 @@ from .feature_heads import (
     drafted_size,
     layer_config,
     layers_read,
-    train_head,
+    train_network,
 )
 from .recipes import HeadTraining
 from .texts import Job, Texts
@@ -80,14 +80,23 @@ def train_eagle3(
         teacher = Teacher(model, config.layers or (), run.bf16)
         return HeadLearner(run, head, teacher, ids.to(model.device), train, judged)
 
-    def write(learner: FeatureLearner, figures: Mapping[str, Any]) -> str:
+    def write(learner: FeatureLearner, figures: dict[str, Any], texts: Mapping[str, Texts]) -> str:
         head: Any = learner.model
         own = head.head_config
         whole = own.draft_vocab_size == own.layer.vocab_size
         save_head(head, None if whole else learner.ids.cpu(), job.out, model, run.depth, form, job.dtype)
-        return eagle3_card(own, model, run, figures, job.command)
+        about = (
+            f"One decoder layer for a {type(model).__name__} of hidden size {own.target_hidden_size}. It reads the outputs of the "
+            f"model's layers {', '.join(map(str, own.layers or ()))} (counted from 0) and can propose {own.draft_vocab_size:,} of the "
+            f'model\'s {own.layer.vocab_size:,} tokens. `strategy="eagle3"` of hf-decoders uses it.'
+        )
+        how = (
+            f"Training-time test (Li et al. 2025, arXiv 2503.01840): {run.depth} tokens are drafted at every position, each from the "
+            f"head's output for the token before; cross entropy against the model's distribution, weighted {run.decay:g}^k."
+        )
+        return card("EAGLE-3 head", "eagle3", about, how, run, figures, job.command)
 
-    return train_head(model, tokenizer, job, run, make, write, goes_on=given is not None)
+    return train_network(model, tokenizer, job, run, "head", make, write, goes_on=given is not None)
 
 
 def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ...]) -> Eagle3Config:

@@ -1,4 +1,4 @@
-"""The shared parts of training EAGLE-3 heads and block draft models. Both read features: hidden states of a frozen target.
+"""The shared parts of training networks that draft for a frozen target. Most of them read features: hidden states of the target.
 
 Letters: ``B`` rows, ``T`` tokens of a row, ``F`` width of the target's features, ``H`` the target's hidden size, ``D`` tokens that can
 be drafted.
@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,11 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from ..common.transformers_compat import config_value, decoder_layers, stop_tokens
 from ..errors import SettingsError, TrainingError
 from .recipes import Recipe
-from .texts import Job, Texts, TextStore, check_length, counted, digest, held_out_rows, workplace
-from .trainer import EpochLearner, Trainer, muon_and_adamw
+from .texts import Job, Texts, TextStore, check_length, counted, digest, workplace
+from .trainer import CLIP, DECAY_SHARE, WARMUP_STEPS, Learner, Run, Trainer, muon_and_adamw, warmup_stable_decay
 
 #: Greatest number of held-out rows on which acceptance is measured between steps.
 WATCHED = 32
-#: The target's results stay in memory for the next epoch if they take at most this number of bytes.
-KEPT = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Lesson:
     """The target's results for rows of text.
 
     Attributes:
-        features: ``[B, T, F]``, concatenated outputs of the target layers that the network reads.
+        features: ``[B, T, F]``, concatenated outputs of the target layers that the network reads. Without such layers ``[B, T, H]``,
+            the input of the output head.
         embedded: ``[B, T, H]``, embeddings of the tokens.
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
         best: ``[B, T]`` int64, the target's likeliest next token, out of the whole vocabulary.
@@ -59,70 +59,32 @@ class Teacher:
     """Runs the frozen target, and returns its features and logits.
 
     Args:
-        layers: indices of the decoder layers that are read.
+        layers: indices of the decoder layers that are read; empty: the input of the output head is read.
         bf16: whether the target computes in bfloat16.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], bf16: bool) -> None:
         decoder = decoder_layers(model)
         self.model, self.layers, self.bf16 = model, [decoder[layer] for layer in layers], bf16
-        self._kept: dict[int, tuple[Tensor, ...]] | None = None
-
-    def keep(self, texts: Texts, ids: Tensor | None = None) -> None:
-        """Lets :meth:`lesson` store its results for `texts`.
-
-        No effect if they take more than :data:`KEPT` bytes, or if exact logits cannot be computed from them.
-        """
-        kept = self._kept = dict[int, tuple[Tensor, ...]]()
-        self.lesson(texts.part(0, 1), (), ids, torch.zeros(1, dtype=torch.int64))
-        size = sum(part.nbytes for part in kept.pop(0))
-        if size * len(texts.ids) > KEPT or not self.says_what_its_matrix_gives(texts.ids[:1]):
-            self._kept = None
 
     @torch.no_grad()
-    def lesson(
-        self, texts: Texts, stops: Sequence[int], ids: Tensor | None = None, rows: Tensor | None = None
-    ) -> Lesson:
-        """The target's results for all rows of `texts`, computed in one pass, or stored by an earlier call.
+    def lesson(self, texts: Texts, stops: Sequence[int], ids: Tensor | None = None) -> Lesson:
+        """The target's results for all rows of `texts`, computed in one pass.
 
         Args:
             stops: end-of-sequence ids. In text that the model wrote, positions from an end of sequence on are excluded.
             ids: ``[D]``, the tokens that can be drafted; None: all.
-            rows: the rows' indices, under which results are stored (:meth:`keep`); None: nothing is stored or read.
         """
         model, read = self.model, texts.ids.to(self.model.device)
-        output = model.get_output_embeddings()
-        some = ids is not None and len(ids) < len(output.weight)
-        kept = self._kept if rows is not None else None
-        numbers = [] if rows is None else rows.tolist()
-        embedded, counts = model.get_input_embeddings()(read).float(), counted(texts, stops).to(read.device)
-        if kept is not None and all(number in kept for number in numbers):
-            parts = zip(*(kept[number] for number in numbers), strict=True)
-            features, states, *of_all = (torch.stack(part).to(read.device) for part in parts)
-            with self.precision():
-                if some:
-                    bias = getattr(output, "bias", None)
-                    logits = nn.functional.linear(states, output.weight[ids], bias if bias is None else bias[ids])
-                else:
-                    logits = output(states)
-        else:
-            with self._noting() as noted, self.precision():
-                logits = model(input_ids=read, use_cache=False).logits
-            features, of_all = torch.cat([noted[layer] for layer in self.layers], dim=-1), []
-            if some:
-                # Logits of the whole vocabulary are large, and only the logits of `ids` are needed from here on.
-                of_all = [logits.argmax(-1), logits.float().logsumexp(-1)]
-                logits = logits[..., ids]
-            if kept is not None:
-                stored = [self._as_read(part) for part in (features, noted[output])] + of_all
-                kept.update(zip(numbers, zip(*(part.to("cpu") for part in stored), strict=True), strict=True))
-        logits = logits.float()
-        best, total = of_all or (logits.argmax(-1), None)
-        return Lesson(features.float(), embedded, logits, best, total, counts)
-
-    def _as_read(self, part: Tensor) -> Tensor:
-        """`part` in the dtype in which the next module computes. Autocast turns float32 into bfloat16, and keeps other dtypes."""
-        return part.bfloat16() if self.bf16 and part.dtype == torch.float32 else part
+        output, total = model.get_output_embeddings(), None
+        with self._noting() as noted, self.precision():
+            embedded, logits = model.get_input_embeddings()(read).float(), model(input_ids=read, use_cache=False).logits
+        features = torch.cat([noted[layer] for layer in self.layers or [output]], dim=-1).float()
+        best = logits.argmax(-1)
+        if ids is not None and len(ids) < len(output.weight):
+            # Logits of the whole vocabulary are large, and only the logits of `ids` are needed from here on.
+            total, logits = logits.float().logsumexp(-1), logits[..., ids]
+        return Lesson(features, embedded, logits.float(), best, total, counted(texts, stops).to(read.device))
 
     @torch.no_grad()
     def features(self, texts: Texts) -> Tensor:
@@ -178,10 +140,13 @@ class Teacher:
             yield noted
 
 
-class FeatureLearner(EpochLearner):
+class FeatureLearner(Learner):
     """A network and its optimizers: Muon for its hidden matrices, AdamW for output matrices, embeddings and norms.
 
+    The rows of the text are shuffled anew in every epoch. Rows at the end of an epoch that do not fill a step are left out.
+
     Args:
+        rows: number of rows of text per step.
         ids: ``[D]`` int64, the tokens that the network can propose.
         train: training text.
         held_out: held-out text. Scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
@@ -192,13 +157,34 @@ class FeatureLearner(EpochLearner):
         self, recipe: Recipe, rows: int, network: nn.Module, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts,
         outer: Iterable[Tensor],
     ) -> None:  # fmt: skip
-        super().__init__(recipe, len(train.ids), rows)
+        self._recipe, self._epoch, self._order = recipe, -1, torch.empty(0, dtype=torch.int64)
         self.rows, self.model, self.teacher, self.ids, self.train = rows, network, teacher, ids, train
         self.stops = stop_tokens(teacher.model)
         self._watched = held_out.part(0, WATCHED)
         self.optimizers = muon_and_adamw(network, recipe.rate, outer)
-        if recipe.epochs > 1:
-            teacher.keep(train, ids)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, len(self.train.ids) // self.rows)
+
+    def examples_of(self, step: int) -> Tensor:
+        """The indices of a step's rows, ``[rows]`` int64. The indices depend only on the seed and on `step`."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self.train.ids), generator=generator)
+        return self._order[place * self.rows : (place + 1) * self.rows]
+
+    def run(self, identity: Mapping[str, Any]) -> Run:
+        """The :class:`Run` of this learner. identity: fingerprints of text and target. They must be equal to resume a run."""
+        recipe, steps = self._recipe, self._recipe.epochs * self.steps_per_epoch
+        rate = partial(
+            warmup_stable_decay, steps=steps, peak=recipe.rate, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE
+        )
+        return Run(
+            steps=steps, rate=rate, identity={**asdict(recipe), **identity}, clip=CLIP,
+            check_every=max(1, self.steps_per_epoch // recipe.checks), patience=recipe.patience,
+        )  # fmt: skip
 
     def begin(self) -> None:
         """Initializes a new network from the training text. Not called for a network from files or from a checkpoint."""
@@ -209,9 +195,8 @@ class FeatureLearner(EpochLearner):
 
     def lesson(self, step: int) -> tuple[Texts, Lesson]:
         """The rows of text that a step learns from, and the target's results for them."""
-        rows = self.examples_of(step)
-        texts = self.train.chosen(rows)
-        return texts, self.teacher.lesson(texts, self.stops, self.ids, rows)
+        texts = self.train.chosen(self.examples_of(step))
+        return texts, self.teacher.lesson(texts, self.stops, self.ids)
 
     def lessons(self, texts: Texts) -> Iterator[tuple[Texts, Lesson]]:
         """Yields all rows of `texts` with the target's results, in parts as large as a training step."""
@@ -285,20 +270,24 @@ class AcceptanceSums:
         return Acceptance(self._drafts, reached, rates, overlaps)
 
 
-def train_head(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, run: Any,
-    make: Callable[[Texts, Texts], FeatureLearner], write: Callable[[FeatureLearner, Mapping[str, Any]], str], *, goes_on: bool,
+def train_network(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: Job, run: Any, name: str,
+    make: Callable[[Texts, Texts], FeatureLearner],
+    write: Callable[[FeatureLearner, dict[str, Any], Mapping[str, Texts]], str], *, goes_on: bool = False, learns: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains a network for the frozen target `model`, and writes it with a card.
 
     Args:
         run: the recipe; its `rows` is the number of rows per step.
+        name: the network's name, for the progress bar.
         make: takes the training text and the held-out text, and returns the learner.
-        write: takes the learner and the figures. Writes the learner's network, and returns its card.
+        write: takes the learner, the figures and the texts (:meth:`.TextStore.sets`). Writes the learner's network, may add figures,
+            and returns the card.
         goes_on: whether an earlier network is trained further. If so, only a run from the same initial weights can be resumed.
+        learns: whether the network is trained; otherwise it is only measured and written.
 
     Returns:
-        The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
+        The figures: steps, tokens, seconds, parameters, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
         TrainingError: there is too little text, or the checkpoint belongs to another run.
@@ -306,29 +295,28 @@ def train_head(
     check_length(model, run.length)
     work = workplace(job.out, job.resume)
     store = TextStore(model, tokenizer, run, work, job.console)
-    rows = max(run.rows, run.tokens // run.length)
-    tested = {"test": store.rows("test", job.test, held_out_rows(rows))} if job.test else {}
-    train, judged = store.learnt_and_held(job.texts, job.held, rows)
-    learner = make(train, judged)
+    texts = store.sets(job, max(run.rows, run.tokens // run.length), learns)
+    judged = {which: rows for which, rows in texts.items() if which != "train"}
+    train = texts.get("train", texts["held"])
+    learner = make(train, texts["held"])
     network, checkpoint = learner.model, work / "checkpoint.pt"
-    identity = {"text": train.digest(), "model": store.model_digest}
-    if goes_on:
-        identity["start"] = digest(network)
-    elif not (job.resume and checkpoint.exists()):
-        learner.begin()
-    trainer = Trainer(learner, learner.run(identity))
-    trainer.train("head", checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console)
+    figures: dict[str, Any] = {"run": asdict(run), "parameters": sum(p.numel() for p in network.parameters())}
+    if learns:
+        identity = {"text": train.digest(), "model": store.model_digest}
+        if goes_on:
+            identity["start"] = digest(network)
+        elif not (job.resume and checkpoint.exists()):
+            learner.begin()
+        trainer = Trainer(learner, learner.run(identity))
+        trainer.train(
+            name, checkpoint, resume=job.resume, checkpoint_minutes=job.checkpoint_minutes, console=job.console
+        )
+        figures |= {"steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1)}
     # The weights are rounded as in the file, so that the figures hold for the file.
-    network.load_state_dict({name: tensor.to(job.dtype) for name, tensor in network.state_dict().items()})
-    figures: dict[str, Any] = {
-        "run": asdict(run), "steps": trainer.step, "tokens": train.ids.numel(), "seconds": round(trainer.seconds, 1),
-        "parameters": sum(p.numel() for p in network.parameters()),
-        **{
-            name: judged_by.by_kind(lambda rows: learner.acceptance(rows).facts())
-            for name, judged_by in {"held": judged, **tested}.items()
-        },
-    }  # fmt: skip
-    (job.out / "README.md").write_text(write(learner, figures), encoding="utf-8")
+    network.load_state_dict({key: tensor.to(job.dtype) for key, tensor in network.state_dict().items()})
+    facts = {which: rows.by_kind(lambda part: learner.acceptance(part).facts()) for which, rows in judged.items()}
+    figures |= facts
+    (job.out / "README.md").write_text(write(learner, figures, texts), encoding="utf-8")
     shutil.rmtree(work)
     return figures
 

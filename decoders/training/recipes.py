@@ -1,89 +1,129 @@
-"""Settings for the training of heads and draft models. This file does not import torch."""
+"""Settings for the training of heads and draft models: the options of ``decoders train``. This file does not import torch.
+
+Every field has its description and its range in a :class:`typer.Option`. Python code that makes a recipe is not bound to the range.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from typer import BadParameter, Option
 
 from ..errors import SettingsError, amount
 
 Origin = Literal["layers", "scratch"]
 
 
+def indices(layers: str) -> tuple[int, ...]:
+    """Parses ``"1,15,28"`` to numbers. Raises BadParameter: the text has another form."""
+    try:
+        return tuple(int(layer) for layer in layers.split(","))
+    except ValueError as error:
+        raise BadParameter(f"layers are numbers with commas between, such as 1,15,28, not {layers!r}") from error
+
+
+#: Seeds are multiplied for torch, which takes 64 bits.
+SEEDS: dict[str, Any] = {"min": -(2**40), "max": 2**40}
+
+Tokens = Annotated[int, Option(min=1, help="Maximum number of training tokens.")]
+Epochs = Annotated[int, Option(min=1, help="Maximum number of passes over the training text.")]
+Rate = Annotated[float, Option(min=0, help="Peak learning rate.")]
+Checks = Annotated[int, Option(min=1, help="Number of evaluations on held-out text per epoch.")]
+RowsPerStep = Annotated[int, Option(min=1, help="Number of sequences per training step (batch size).")]
+Decay = Annotated[
+    float, Option(min=0, max=1, help="Loss weight of each drafted token, relative to the token before (the papers' λ).")
+]
+ReadLayers = Annotated[
+    Sequence[int] | None,
+    Option(
+        parser=indices,
+        metavar="TEXT",
+        help="Target layers whose hidden states are read, such as 1,15,28; -1 is the last. Default: by the target's depth.",
+    ),
+]
+Intermediate = Annotated[
+    int | None, Option(min=1, help="MLP width of each layer (intermediate_size). Default: the target's.")
+]
+DraftVocab = Annotated[
+    int | None,
+    Option(min=1, help="Size of the draft vocabulary: the most frequent tokens of the data. Default: all tokens."),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings that all kinds of training share.
+    """Settings that all kinds of training share."""
 
-    Attributes:
-        tokens: greatest number of training tokens.
-        length: number of tokens per row.
-        own_share: share of the rows that the target itself continues after their first quarter.
-        epochs: greatest number of passes over the examples.
-        rate: peak learning rate.
-        bf16: whether to compute in bfloat16; the trained weights are float32.
-        checks: number of measurements of the held-out scores per epoch.
-        patience: training stops after this number of checks without a gain.
-        seed: seed of the initial weights and of the order of the data.
-    """
-
-    tokens: int = 2_000_000
-    length: int = 256
-    own_share: float = 0.5
-    epochs: int = 2
-    rate: float = 1e-3
-    bf16: bool = True
-    checks: int = 4
-    patience: int = 4
-    seed: int = 0
+    tokens: Tokens = 2_000_000
+    length: Annotated[
+        int, Option(min=16, help="Length of a training sequence, in tokens, at most the model's context.")
+    ] = 256
+    own_share: Annotated[
+        float,
+        Option(
+            min=0,
+            max=1,
+            help="Fraction of the training sequences that the target writes itself, after their first quarter.",
+        ),
+    ] = 0.5
+    epochs: Epochs = 2
+    rate: Rate = 1e-3
+    bf16: Annotated[bool, Option(help="Compute in bfloat16 instead of float32; the trained weights are float32.")] = (
+        True
+    )
+    checks: Checks = 4
+    patience: Annotated[
+        int, Option(min=1, help="Number of evaluations without improvement after which training stops.")
+    ] = 4
+    seed: Annotated[int, Option(**SEEDS, help="Random seed of the initial weights and of the data order.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsTraining(Recipe):
-    """Settings of Medusa heads and of their training. Further attributes are in :class:`Recipe`.
+    """Settings of Medusa heads and of their training."""
 
-    Attributes:
-        heads: number of heads.
-        layers: number of residual blocks in each head.
-        projection: each head's projection to the vocabulary: tied, low_rank or full.
-        rank: rank of a low_rank projection.
-        tokens: greatest number of training tokens. Their hidden states are stored on disk.
-        batch: number of positions per step.
-        decay: head k's loss has the weight ``decay ** k`` (the paper's λ_k).
-    """
-
-    heads: int = 4
-    layers: int = 1
-    projection: Literal["tied", "low_rank", "full"] = "tied"
-    rank: int = 0
-    tokens: int = 1_000_000
-    epochs: int = 4
-    batch: int = 512
-    decay: float = 0.8
-    checks: int = 2
+    heads: Annotated[int, Option(min=1, max=8, help="Number of heads: tokens drafted beyond the next one.")] = 4
+    layers: Annotated[int, Option(min=1, max=8, help="Number of residual blocks per head.")] = 1
+    projection: Annotated[
+        Literal["tied", "low_rank", "full"],
+        Option(
+            help="Output projection of a head. tied: the target's output head. low_rank: the same plus a trained low-rank "
+            "difference. full: one of its own."
+        ),
+    ] = "tied"
+    rank: Annotated[int, Option(min=0, help="Rank of the difference of --projection low_rank.")] = 0
+    tokens: Tokens = 1_000_000
+    epochs: Epochs = 4
+    rows: RowsPerStep = 2
+    decay: Decay = 0.8
+    checks: Checks = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTraining(Recipe):
-    """Settings of an EAGLE-3 head and of its training. Further attributes are in :class:`Recipe`.
+    """Settings of an EAGLE-3 head and of its training."""
 
-    Attributes:
-        depth: number of drafted tokens that training simulates. The head's outputs are fed back ``depth - 1`` times.
-        layers: indices of the target's decoder layers that are read, -1 is the last; None: :func:`default_layers`.
-        intermediate: width of the layer's MLP; None: the target's.
-        draft_vocab: number of tokens that the head can propose (the most frequent tokens of the text); None: all.
-        rows: number of rows per step.
-        chains: share of positions at which more than one token is simulated. The positions are drawn anew in every step.
-        decay: the loss at simulated token k has the weight ``decay ** k``.
-    """
-
-    depth: int = 5
-    layers: tuple[int, ...] | None = None
-    intermediate: int | None = None
-    draft_vocab: int | None = None
-    rows: int = 8
-    rate: float = 2e-3
-    chains: float = 1.0
-    decay: float = 0.8
+    depth: Annotated[
+        int,
+        Option(min=1, max=16, help="Number of draft tokens that training simulates (the paper's training-time test)."),
+    ] = 5
+    layers: ReadLayers = None
+    intermediate: Intermediate = None
+    draft_vocab: DraftVocab = None
+    rows: RowsPerStep = 8
+    rate: Rate = 2e-3
+    chains: Annotated[
+        float,
+        Option(
+            min=0,
+            max=1,
+            help="Fraction of the positions at which more than one draft token is simulated, drawn anew in every step; with "
+            "a third, training is twice as fast.",
+        ),
+    ] = 1.0
+    decay: Decay = 0.8
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.length < self.depth + 2:
@@ -105,33 +145,37 @@ class HeadTraining(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTraining(Recipe):
-    """Settings of a block draft model and of its training. Further attributes are in :class:`Recipe`.
+    """Settings of a block draft model and of its training."""
 
-    Attributes:
-        block: number of tokens that are drafted in one pass.
-        depth: number of the draft model's decoder layers.
-        layers: indices of the target's decoder layers that are read; None: three, spread over all layers but the last.
-        intermediate: width of the MLPs in the draft model's layers; None: the target's.
-        rank: rank of the bias that the head adds (DSpark); 0: no head.
-        head: what the bias at a draft token depends on. vanilla: the token before it. rnn: all tokens before it in the block, and the
-            network's hidden state at this place.
-        draft_vocab: number of tokens that the draft model can propose (the most frequent tokens of the text); None: all.
-        rows: number of rows per step.
-        blocks: share of a row's positions at which a block begins. The positions are drawn anew in every step.
-        decay: the loss at a block's draft token k has the weight ``decay ** k``.
-    """
-
-    block: int = 8
-    depth: int = 2
-    layers: tuple[int, ...] | None = None
-    intermediate: int | None = None
-    rank: int = 64
-    head: Literal["vanilla", "rnn"] = "vanilla"
-    draft_vocab: int | None = None
-    rows: int = 8
-    rate: float = 6e-3
-    blocks: float = 1 / 16
-    decay: float = 0.8
+    block: Annotated[int, Option(min=2, max=64, help="Number of tokens drafted in one forward pass.")] = 8
+    depth: Annotated[int, Option(min=1, max=16, help="Number of decoder layers of the draft model.")] = 2
+    layers: ReadLayers = None
+    intermediate: Intermediate = None
+    rank: Annotated[
+        int,
+        Option(
+            min=0, help="Rank of the head, which scores each draft token by the tokens before it (DSpark). 0: no head."
+        ),
+    ] = 64
+    head: Annotated[
+        Literal["vanilla", "rnn"],
+        Option(
+            help="Kind of head. vanilla: scores by the previous token. rnn: by all previous tokens and the hidden state at "
+            "the position."
+        ),
+    ] = "vanilla"
+    draft_vocab: DraftVocab = None
+    rows: RowsPerStep = 8
+    rate: Rate = 6e-3
+    blocks: Annotated[
+        float,
+        Option(
+            min=0,
+            max=1,
+            help="Fraction of the positions at which a block begins; the positions are drawn anew in every step.",
+        ),
+    ] = 1 / 16
+    decay: Decay = 0.8
 
     def __post_init__(self) -> None:
         if self.head not in ("vanilla", "rnn"):
@@ -169,22 +213,32 @@ def default_layers(count: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTraining(Recipe):
-    """Settings of a draft model and of its training. Further attributes are in :class:`Recipe`.
+    """Settings of a draft model and of its training."""
 
-    Attributes:
-        origin: ``layers``: some of the target's own layers, with its embedding and output head (pruning). ``scratch``: a model of the
-            target's class with random weights.
-        count: number of layers of the draft model; None: a sixth of the target's.
-        keep: indices of the target's layers that are kept, as an alternative to `count`; -1 is the last layer.
-        hidden: hidden size of a model from scratch; None: about a quarter of the target's. Attention heads keep their size.
-        rows: number of rows per step.
-    """
-
-    origin: Origin = "layers"
-    count: int | None = None
-    keep: tuple[int, ...] | None = None
-    hidden: int | None = None
-    rows: int = 8
+    origin: Annotated[
+        Origin,
+        Option(
+            "--from",
+            help="What to start from. layers: some of the target's own layers, with its embedding and output head. scratch: "
+            "a smaller, untrained model of the same class.",
+        ),
+    ] = "layers"
+    count: Annotated[
+        int | None,
+        Option("--layers", min=1, help="Number of layers of the draft model. Default: a sixth of the target's."),
+    ] = None
+    keep: Annotated[
+        Sequence[int] | None,
+        Option(
+            parser=indices,
+            metavar="TEXT",
+            help="Target layers to keep, such as 0,1,29; -1 is the last. Default: evenly spread.",
+        ),
+    ] = None
+    hidden: Annotated[
+        int | None, Option(min=1, help="Hidden size, with --from scratch. Default: about a quarter of the target's.")
+    ] = None
+    rows: RowsPerStep = 8
 
     def __post_init__(self) -> None:
         if self.origin not in ("layers", "scratch"):
@@ -214,20 +268,3 @@ class DraftTraining(Recipe):
     def count_of(self, count: int) -> int:
         """The number of layers of a draft model for a target with `count` layers."""
         return self.count or max(1, round(count / 6))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Settings of the ``speculative`` calls that are measured for the card of a draft model.
-
-    Attributes:
-        length: number of tokens that are drafted in a step.
-        prompts: number of prompts. They are beginnings of held-out text.
-        new_tokens: greatest number of new tokens after each prompt.
-        seed: seed of the sampled text.
-    """
-
-    length: int = 5
-    prompts: int = 8
-    new_tokens: int = 64
-    seed: int = 0

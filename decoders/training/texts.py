@@ -267,11 +267,6 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
-def held_out_rows(rows: int) -> int:
-    """The number of held-out rows for `rows` training rows."""
-    return max(LEAST_ROWS, round(HELD_OUT_SHARE * rows))
-
-
 @dataclass(frozen=True)
 class TextStore:
     """Makes training rows and held-out rows. The target continues a share of them. All rows stay on disk until the run is complete.
@@ -295,42 +290,43 @@ class TextStore:
         """The :func:`digest` of the target. It is computed once, because the weights do not change during a run."""
         return digest(self.model)
 
-    def learnt_and_held(self, texts: Sequence[str], held: Sequence[str], count: int) -> tuple[Texts, Texts]:
-        """At most `count` training rows from `texts`, and held-out rows from `held`. Without `held`, a part of `texts` is held out.
+    def sets(self, job: Job, count: int, learns: bool = True) -> dict[str, Texts]:
+        """The rows of a job's texts by set: ``held``, ``test`` if the job has test texts, and, if `learns`, ``train`` with `count` rows
+        at most. Without held-out texts, a part of the training texts is held out.
 
         Raises:
             TrainingError: there is too little text.
         """
-        learnt, judged = (list(texts), list(held)) if held else hold_out(texts, self.recipe.seed)
-        rows = self.rows("held", judged, held_out_rows(count))
-        if len(rows.ids) < LEAST_ROWS:
+        learnt, held = (job.texts, job.held) if job.held else hold_out(job.texts, self.recipe.seed)
+        judged = max(LEAST_ROWS, round(HELD_OUT_SHARE * count))
+        rows = {"held": self.rows("held", held, judged)}
+        if len(rows["held"].ids) < LEAST_ROWS:
             raise TrainingError(
-                f"held out: {amount(len(rows.ids), 'row')} of {self.recipe.length} tokens, too few to measure progress: "
+                f"held out: {amount(len(rows['held'].ids), 'row')} of {self.recipe.length} tokens, too few to measure progress: "
                 "give more text, or shorter rows"
             )
-        return self.rows("train", learnt, count), rows
+        if job.test:
+            rows["test"] = self.rows("test", job.test, judged)
+        return rows | ({"train": self.rows("train", learnt, count)} if learns else {})
 
     def rows(self, name: str, texts: Iterable[str], count: int) -> Texts:
-        """At most `count` rows of `texts`, some of them continued by the target.
+        """At most `count` rows of `texts` (:func:`rows_of_text`), some of them continued by the target.
 
         If rows were made before under the same `name`, from the same target and texts, they are read from disk.
 
         Raises:
             TrainingError: the texts do not fill one row.
         """
-        ids, share = self.texts(texts, count), self.recipe.own_share
+        recipe, share = self.recipe, self.recipe.own_share
+        ids = rows_of_text(self.tokenizer, texts, recipe.length, count, recipe.seed)
         file = self.folder / f"{name}.pt"
         key = hashlib.sha256(ids.numpy().tobytes() + f"{share} {self.model_digest}".encode()).hexdigest()
         if file.exists():
             stored = load_state(file)
             if stored["key"] == key:
                 return Texts(stored["ids"], stored["own"])
-        prompt = max(1, round(PROMPT_SHARE * self.recipe.length))
+        prompt = max(1, round(PROMPT_SHARE * recipe.length))
         with progress_bar(self.console, f"{name}: the model's own text", round(share * len(ids))) as advance:
             rows = own_texts(self.model, ids, share, prompt, advance)
         save_state({"key": key, "ids": rows.ids, "own": rows.own}, file)
         return rows
-
-    def texts(self, texts: Iterable[str], count: int) -> Tensor:
-        """At most `count` rows of `texts`, ``[W, T]`` int64, which the target does not continue. See :func:`rows_of_text`."""
-        return rows_of_text(self.tokenizer, texts, self.recipe.length, count, self.recipe.seed)

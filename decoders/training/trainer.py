@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -20,15 +18,14 @@ from torch import Tensor, nn
 
 from ..errors import TrainingError
 from .progress import Pace, progress_bar
-from .recipes import Recipe
 from .texts import load_state, save_state
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: In the default schedule, the rate rises for WARMUP_STEPS steps, and falls for the last DECAY_SHARE of the steps.
-WARMUP_STEPS, DECAY_SHARE = 20, 0.5
+#: The rate rises for WARMUP_STEPS steps, and falls for the last DECAY_SHARE of the steps. CLIP is the greatest norm of gradients.
+WARMUP_STEPS, DECAY_SHARE, CLIP = 20, 0.5, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,53 +78,6 @@ class Learner(ABC):
     def in_words(self, scores: Sequence[float]) -> str:
         """`scores` as text, for the line that the console shows after a check."""
         return ", ".join(f"{score:.1%}" for score in scores)
-
-
-class EpochLearner(Learner):
-    """A learner whose examples are shuffled anew in every epoch.
-
-    Args:
-        examples: number of examples.
-        per_step: number of examples per step. Examples at the end of an epoch that do not fill a step are left out.
-
-    Attributes:
-        schedule: takes a step, the number of steps and the peak rate, and returns the learning rate.
-        clip: greatest norm of the gradients; None: no clipping.
-    """
-
-    clip: float | None = 1.0
-
-    @staticmethod
-    def schedule(step: int, steps: int, peak: float) -> float:
-        return warmup_stable_decay(step, steps, peak, warmup_steps=WARMUP_STEPS, decay_share=DECAY_SHARE)
-
-    def __init__(self, recipe: Recipe, examples: int, per_step: int) -> None:
-        self._recipe, self._examples, self._per_step = recipe, examples, per_step
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return max(1, self._examples // self._per_step)
-
-    def examples_of(self, step: int) -> Tensor:
-        """The indices of a step's examples, ``[per_step]`` int64. The indices depend only on the seed and on `step`."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(self._examples, generator=generator)
-        return self._order[place * self._per_step : (place + 1) * self._per_step]
-
-    def run(self, identity: Mapping[str, Any]) -> Run:
-        """The :class:`Run` of this learner. identity: fingerprints of text and target. They must be equal to resume a run."""
-        recipe, steps = self._recipe, self._recipe.epochs * self.steps_per_epoch
-        return Run(
-            steps=steps,
-            rate=partial(self.schedule, steps=steps, peak=recipe.rate),
-            identity={**asdict(recipe), **identity},
-            clip=self.clip,
-            check_every=max(1, self.steps_per_epoch // recipe.checks),
-            patience=recipe.patience,
-        )
 
 
 @dataclass(frozen=True)
@@ -272,16 +222,15 @@ class Trainer:
         """Loads a checkpoint, to continue its run.
 
         Raises:
-            TrainingError: the checkpoint is damaged, or belongs to a run with other settings, other data or another model, or to an
-                earlier version.
+            TrainingError: the checkpoint is damaged, or belongs to a run with other settings, other data or another model.
         """
         state = load_state(checkpoint)
         own, other = self.run.identity, state.get("identity", {})
         different = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
-        if different or "optimizers" not in state:
+        if different:
             raise TrainingError(
-                f"{checkpoint} belongs to a run with other settings ({', '.join(different) or 'of an earlier version'}): "
-                "choose another folder, or train without resuming"
+                f"{checkpoint} belongs to a run with other settings ({', '.join(different)}): choose another folder, or train without "
+                "resuming"
             )
         self.learner.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.learner.optimizers, state["optimizers"], strict=True):
@@ -318,12 +267,6 @@ def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, (steps - step) / max(1.0, decay_share * steps))
     return peak * warmup * decay
-
-
-def warmup_cosine(step: int, steps: int, peak: float, *, warmup_share: float) -> float:
-    """The learning rate. It falls along half a cosine from `peak` to zero, after a linear warm-up over `warmup_share` of the steps."""
-    warmup = min(1.0, (step + 1) / max(1.0, warmup_share * steps))
-    return peak * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def muon_and_adamw(

@@ -154,7 +154,7 @@ def print_warmup(console: Console) -> None:
 
 def print_training(console: Console) -> None:
     reached = {"reached": [0.712, 0.514, 0.377, 0.271, 0.198, 0.141], "tokens_per_step": 2.87}
-    heads = {"top1": [0.612, 0.402, 0.287, 0.214]}
+    heads = {"reached": [0.612, 0.402, 0.287, 0.214], "tokens_per_step": 2.52}
     figures: list[dict[str, Any]] = [
         {
             "held": {"text": heads, "the model's own": heads},

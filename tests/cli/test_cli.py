@@ -688,9 +688,10 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
 
     calls: list[Any] = []
 
-    def train_medusa(model: Any, tokenizer: Any, *, texts: list[str], out: Path, **options: Any) -> dict[str, Any]:
-        calls.append((model, texts, out, options))
-        return {"held": {"text": {"top1": [0.5, 0.25]}}, "trees": {"nodes": 9, "searched": 2.5, "default": 2.25}}
+    def train_medusa(model: Any, tokenizer: Any, job: Any, **options: Any) -> dict[str, Any]:
+        calls.append((model, job, options))
+        facts = {"tokens_per_step": 1.75, "reached": [0.5, 0.25]}
+        return {"held": {"text": facts}, "trees": {"nodes": 9, "searched": 2.5, "default": 2.25}}
 
     monkeypatch.setattr(training, "train_medusa", train_medusa)
     monkeypatch.setattr(cli_models, "load", lambda name, dtype, device: (name, dtype))
@@ -698,11 +699,11 @@ def test_train_medusa_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp
     options = ["--data", str(tmp_path), "--held", str(tmp_path / "a.txt"), "--out", "there", "--heads", "3"]
     options += ["--nodes", "9", "--tree", "--no-bf16"]
     result = run("train", "medusa", "--model", "mine", *options)
-    ((model, texts, out, given),) = calls
-    assert (model, texts, out) == ("mine", ["some text"], Path("there"))
-    assert given["held"] == ["some text"] and not given["test"]
+    ((model, job, given),) = calls
+    assert (model, job.texts, job.out) == ("mine", ["some text"], Path("there"))
+    assert job.held == ["some text"] and not job.test
     assert (given["run"].heads, given["run"].bf16, given["nodes"], given["tree"]) == (3, False, 9, True)
-    assert "heads right 50.0%, 25.0%" in result.stdout
+    assert "held, text: 1.75 tokens per step; accepted up to token 1, 2, …: 50.0%, 25.0%" in result.stdout
     assert "tree of 9 nodes: 2.500 tokens a step; the default's first 9: 2.250" in result.stdout
     assert json.loads(run("train", "medusa", "--model", "mine", *options, "--json").stdout)["trees"]["nodes"] == 9
 

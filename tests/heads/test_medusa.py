@@ -66,12 +66,12 @@ def test_tied_heads_follow_the_models_weights_and_stay_small():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (dict(heads=0), "at least 1"),
-        (dict(projection="none"), "tied, low_rank or full"),
+        (dict(heads=0), "heads: Input should be greater than or equal to 1"),
+        (dict(projection="none"), "'tied', 'low_rank' or 'full'"),
         (dict(projection="low_rank"), "needs a rank, and only low_rank has one"),
         (dict(projection="tied", rank=3), "needs a rank, and only low_rank has one"),
     ],
 )
 def test_senseless_shapes_are_refused(values, reason):
     with pytest.raises(SettingsError, match=reason):
-        HeadsConfig(**{"heads": 2, "layers": 1, "hidden_size": H, "vocab_size": V} | values)
+        HeadsConfig.of({"heads": 2, "layers": 1, "hidden_size": H, "vocab_size": V} | values, "medusa", "shape")

@@ -330,32 +330,6 @@ def test_a_new_draft_model_begins_as_layers_of_the_target(depth, origins, monkey
         assert (one(read) - given[part]).norm() / given[part].norm() < error + 0.02
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama", torch.float32), ("llama", torch.bfloat16), ("llama", torch.float16), ("llama", torch.float64),
-        ("phi", torch.float32), ("phi", torch.bfloat16), ("phi", torch.float64),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("ids", [None, SOME], ids=["all tokens", "some tokens"])
-def test_what_the_target_computes_is_kept_for_the_next_pass(monkeypatch, ids, name, dtype, bf16) -> None:
-    model, training = a_model(name).to(dtype), run(rows=2, bf16=bf16)
-
-    def losses() -> list[float]:
-        learner = a_learner(model, training, ids)
-        return [learner.learn(step).item() for step in range(4)]
-
-    learner = a_learner(model, training, ids)
-    first = [learner.learn(step).item() for step in range(2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("the target ran again"))
-        kept = first + [learner.learn(step).item() for step in (2, 3)]
-    monkeypatch.setattr("decoders.training.feature_heads.KEPT", 0)
-    # A product of some rows of the matrix may add up in another order than that of all.
-    assert losses() == (kept if ids is None else pytest.approx(kept, rel=1e-6))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "options", "gives"),
@@ -370,24 +344,10 @@ def test_what_the_target_computes_is_kept_for_the_next_pass(monkeypatch, ids, na
 def test_logits_that_are_changed_a_little_are_not_what_the_matrix_gives(name, options, gives, dtype) -> None:
     teacher = Teacher(a_model(name, **options).to(dtype), (0,), bf16=False)
     rows = torch.arange(1, 25)[None]
-    teacher.keep(Texts(rows, torch.tensor([24])))
-    assert teacher.says_what_its_matrix_gives(rows) is gives and (teacher._kept is not None) is gives
+    assert teacher.says_what_its_matrix_gives(rows) is gives
 
 
 def test_an_output_head_that_adds_to_its_matrix_is_not_its_matrix() -> None:
     model = tiny_model("llama")
     model.lm_head.register_forward_hook(lambda _, given, logits: logits + 1e-3 * given[0].sum(-1, keepdim=True))
     assert not Teacher(model, (0,), bf16=False).says_what_its_matrix_gives(torch.arange(1, 25)[None])
-
-
-def test_as_much_is_kept_as_there_is_room_for(monkeypatch) -> None:
-    """Bytes, whatever the types are: a row of 24 tokens, one layer and what the head reads, 32 wide."""
-    texts = Texts(torch.arange(1, 25).expand(4, 24), torch.full((4,), 24))
-    for dtype, bf16, size in (
-        (torch.float32, False, 4), (torch.float32, True, 2), (torch.bfloat16, False, 2), (torch.float16, False, 2)
-    ):  # fmt: skip
-        for room in (0, -1):
-            teacher = Teacher(tiny_model("llama").to(dtype), (0,), bf16)
-            monkeypatch.setattr("decoders.training.feature_heads.KEPT", 4 * 24 * 64 * size + room)
-            teacher.keep(texts)
-            assert (teacher._kept is not None) is (room == 0), (dtype, bf16)

@@ -11,14 +11,13 @@ import decoders
 from decoders.errors import SettingsError, TrainingError
 from decoders.testing import tiny_model
 from decoders.training.draft_model import DraftLearner, cut, measure, new_draft, train_draft
-from decoders.training.recipes import DraftTraining, Measurement
+from decoders.training.recipes import DraftTraining
 from decoders.training.texts import Job, Texts, workplace
 from decoders.training.trainer import soft_cross_entropy
 
 SMALL = DraftTraining(
     count=1, tokens=24 * 24, length=24, own_share=0.5, epochs=2, rows=4, rate=1e-3, bf16=False, patience=50
 )
-QUICK = Measurement(length=3, prompts=2, new_tokens=12)
 
 
 def run(**changes) -> DraftTraining:
@@ -27,7 +26,7 @@ def run(**changes) -> DraftTraining:
 
 def train(model, tokenizer, texts, out, training=SMALL, **options):
     job = Job(texts, out, dtype=torch.float32, **options)
-    return train_draft(model, tokenizer, job, run=training, measurement=QUICK)
+    return train_draft(model, tokenizer, job, run=training)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])
@@ -125,18 +124,19 @@ def test_what_is_written_drafts_for_the_target(tmp_path, model, tokenizer, texts
 
 @pytest.mark.slow  # of heads, with the same trainer: tests/training/test_eagle3_training.py
 def test_training_teaches(tmp_path, model, tokenizer, texts) -> None:
-    figures = train(model, tokenizer, texts, tmp_path, run(epochs=12, tokens=4000, rate=3e-3, own_share=1.0))
-    assert figures["agreement"]["own"]["same"] > figures["agreement_before"] + 0.2
+    figures = train(model, tokenizer, texts, tmp_path / "after", run(epochs=12, tokens=4000, rate=3e-3, own_share=1.0))
+    before = train(model, tokenizer, texts, tmp_path / "before", run(epochs=1, rate=0.0, own_share=1.0))
+    assert figures["held"]["own"]["reached"][0] > before["held"]["own"]["reached"][0] + 0.2
     assert figures["greedy"]["tokens_per_step"] > 1.2
 
 
 def test_the_card_tells_what_speculative_reports(model, tokenizer) -> None:
     """A draft that is the target is always right."""
     rows = torch.randint(1, 128, (3, 40), generator=torch.Generator().manual_seed(0))
-    figures = measure(model, cut(model, (0, 1)), tokenizer, rows, Measurement(length=3, prompts=3, new_tokens=16))
+    figures = measure(model, cut(model, (0, 1)), tokenizer, rows)
     assert figures["prompts"] == 3
     for name in ("greedy", "sampled"):
-        assert figures[name]["tokens_per_step"] == pytest.approx(4.0) and figures[name]["reached"] == [1.0, 1.0, 1.0]
+        assert figures[name]["tokens_per_step"] == pytest.approx(6.0) and figures[name]["reached"] == [1.0] * 5
 
 
 def test_what_cannot_be_trained_says_why(tmp_path, model, tokenizer) -> None:

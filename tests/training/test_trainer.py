@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from decoders.errors import TrainingError
-from decoders.training.trainer import Learner, Run, Trainer, warmup_cosine, warmup_stable_decay
+from decoders.training.trainer import Learner, Run, Trainer, warmup_stable_decay
 
 
 class Line(Learner):
@@ -114,7 +114,7 @@ def test_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
     Trainer(Line(), run()).train("line", tmp_path / "line.pt")
     with pytest.raises(TrainingError, match=r"other settings \(seed\)"):
         Trainer(Line(), run(identity={"seed": 1})).train("line", tmp_path / "line.pt")
-    torch.save({"run": {"seed": 0}, "step": 3}, tmp_path / "line.pt")  # as an earlier version wrote it
+    torch.save({"run": {"seed": 0}, "step": 3}, tmp_path / "line.pt")  # no checkpoint of this trainer
     with pytest.raises(TrainingError, match="without resuming"):
         Trainer(Line(), run()).train("line", tmp_path / "line.pt")
     learner = Line()
@@ -173,9 +173,3 @@ def test_a_stable_schedule_warms_up_stays_and_decays() -> None:
     stable = [warmup_stable_decay(step, 100, 2.0, warmup_steps=10, decay_share=0.2) for step in range(101)]
     assert stable[0] == pytest.approx(0.2) and set(stable[10:80]) == {2.0}
     assert stable[90] == pytest.approx(1.0) and stable[100] == 0
-
-
-def test_a_cosine_schedule_warms_up_and_falls_to_nothing() -> None:
-    cosine = [warmup_cosine(step, 100, 2.0, warmup_share=0.1) for step in range(101)]
-    assert cosine[0] == pytest.approx(0.2) and cosine[50] == pytest.approx(1.0) and cosine[100] == pytest.approx(0)
-    assert max(cosine) == cosine[9]
