@@ -198,10 +198,6 @@ class EagleConfig:
     layer: LlamaConfig
     bias: bool = True
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        """Always empty: the feature is the input of the target's output head, not the output of a decoder layer."""
-        return ()
-
 
 class EagleHead(nn.Module):
     """The network of an EAGLE or EAGLE-2 head. :attr:`decoders.strategy.Context.module` runs its passes.

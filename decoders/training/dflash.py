@@ -311,7 +311,6 @@ class BlockLearner(FeatureLearner):
         outer = [] if draft.head is None else list(draft.head.parameters())
         super().__init__(training, training.rows, draft, teacher, ids, train, held_out, outer)
         self.training, self.places = training, torch.arange(draft.config.places, device=ids.device)
-        self.positions = training.rows * training.length
         output = teacher.model.get_output_embeddings()
         self.output = output.weight.detach().float()[ids]
         self.own_output = len(ids) < len(output.weight) or not teacher.says_what_its_matrix_gives(train.ids[:1])

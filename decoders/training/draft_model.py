@@ -229,7 +229,6 @@ class DraftLearner(FeatureLearner):
         super().__init__(
             training, training.rows, draft, Teacher(target, (), training.bf16), ids, train, held_out, outer
         )
-        self.positions = training.rows * training.length
 
     def learn(self, step: int) -> Tensor:
         texts, lesson = self.lesson(step)

@@ -164,7 +164,7 @@ class HeadLearner(FeatureLearner):
         self, training: HeadTraining, head: Eagle3Head, teacher: Teacher, ids: Tensor, train: Texts, held_out: Texts
     ) -> None:
         super().__init__(training, training.rows, head, teacher, ids, train, held_out, [head.lm_head.weight])
-        self.training, self.positions = training, training.rows * (training.length - training.depth)
+        self.training = training
 
     def learn(self, step: int) -> Tensor:
         return self.backward(self.lesson(step)[1], self._chains(step))

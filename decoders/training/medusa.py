@@ -107,7 +107,7 @@ class HeadsLearner(FeatureLearner):
         ids = torch.arange(heads.config.vocab_size, device=output.weight.device)
         heads.requires_grad_(True)
         super().__init__(training, training.rows, heads, teacher, ids, train, held_out, ())
-        self.training, self.positions = training, training.rows * training.length
+        self.training = training
         self.output, bias = output.weight.detach().float(), getattr(output, "bias", None)
         self.bias = bias if bias is None else bias.detach().float()
 

@@ -42,27 +42,3 @@ def progress_bar(console: Console | None, description: str, total: int, done: in
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(description, total=total, completed=done, note="")
         yield lambda count, note="": progress.update(task, advance=count, note=note)
-
-
-class Pace:
-    """The loss and the speed of training, smoothed over about twenty steps.
-
-    Args:
-        positions: number of tokens or positions that a step learns from.
-    """
-
-    def __init__(self, positions: int) -> None:
-        self.positions = positions
-        self.loss = self.speed = 0.0
-        self._began = False
-
-    def update(self, loss: float, seconds: float) -> None:
-        """Adds a step to the averages. It took `seconds` and had the loss `loss`."""
-        speed = self.positions / max(seconds, 1e-9)
-        keep = 0.95 if self._began else 0.0
-        self.loss = keep * self.loss + (1 - keep) * loss
-        self.speed = keep * self.speed + (1 - keep) * speed
-        self._began = True
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.3f}, {self.speed:,.0f} tokens/s"

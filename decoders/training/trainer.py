@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TrainingError
-from .progress import Pace, progress_bar
+from .progress import progress_bar
 from .texts import load_state, save_state
 
 if TYPE_CHECKING:
@@ -57,12 +57,10 @@ class Learner(ABC):
     Attributes:
         model: the model whose weights are trained.
         optimizers: each makes one update per step. Together they update all parameters of the model.
-        positions: number of tokens or positions that a step learns from. The progress bar shows the speed in these.
     """
 
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    positions: int
 
     @abstractmethod
     def learn(self, step: int) -> Tensor:
@@ -87,13 +85,11 @@ class Step:
     Attributes:
         done: number of steps done so far.
         loss: loss of this step.
-        seconds: duration of this step without the check.
         scores: held-out scores, if they were measured after this step.
     """
 
     done: int
     loss: float
-    seconds: float
     scores: list[float] | None = None
 
 
@@ -139,14 +135,13 @@ class Trainer:
         """
         if resume and checkpoint.exists():
             self.load(checkpoint)
-        saved, pace = time.monotonic(), Pace(self.learner.positions)
+        saved = time.monotonic()
         with (
             first_interrupt() as interrupted,
             progress_bar(console, f"train {name}", self.run.steps, self.step) as advance,
         ):
             for step in self.steps():
-                pace.update(step.loss, step.seconds)
-                advance(1, str(pace))
+                advance(1, f"loss {step.loss:.3f}")
                 if step.scores is not None and console is not None:
                     console.log(f"step {step.done}: loss {step.loss:.3f}, {self.learner.in_words(step.scores)}")
                 if interrupted.is_set() or time.monotonic() - saved > 60 * checkpoint_minutes:
@@ -158,7 +153,7 @@ class Trainer:
                             "on from there (--no-resume starts again; in Python, resume=)"
                         )
                     if console is not None:  # a log file cannot show the progress bar
-                        console.log(f"{name}: step {step.done} of {self.run.steps}, {pace}")
+                        console.log(f"{name}: step {step.done} of {self.run.steps}, loss {step.loss:.3f}")
                     saved = time.monotonic()
         self.save(checkpoint)
 
@@ -171,13 +166,12 @@ class Trainer:
             loss = self.learner.learn(self.step)
             self._update()
             self.step += 1
-            seconds = time.monotonic() - started
             scores = None
             if run.check_every is not None and (self.step % run.check_every == 0 or self.step == run.steps):
                 scores = self.learner.scores()
                 self._note(fmean(scores))
             self.seconds += time.monotonic() - started
-            yield Step(self.step, loss.item(), seconds, scores)
+            yield Step(self.step, loss.item(), scores)
         if self.best is not None:
             model.load_state_dict(self.best)
         model.eval()

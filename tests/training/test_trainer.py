@@ -23,7 +23,7 @@ class Line(Learner):
         torch.manual_seed(0)
         self.model = nn.Linear(1, 1)
         self.optimizers = [torch.optim.AdamW(self.model.parameters())]
-        self.positions, self.seen, self.script = 4, [], list(scores or ())
+        self.seen, self.script = [], list(scores or ())
 
     def learn(self, step: int) -> Tensor:
         self.seen.append(step)
