@@ -185,14 +185,16 @@ def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions 
 
 
 def check_finished_rows_idle(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """Rows that end early are padded, write no further tokens, and do not change other rows."""
-    for name in conditions.models:
-        inputs = prompts(4)
+    """Rows that end early are padded, and do not change other rows. They write no further tokens, even if draft tokens after the end of
+    the text are right.
+    """
+    for name, rows in itertools.product(conditions.models, (1, 4)):
+        inputs = prompts(rows)
         with conditions.enabled(name) as model:
             plain = reference(model, inputs, max_new_tokens=conditions.new_tokens).sequences
             start = inputs["input_ids"].shape[1]
-            stops = [int(plain[row, start + 3 + 5 * row]) for row in range(3)]
-            what = "rows that end at different times"
+            stops = [int(plain[row, start + 3 + 5 * row]) for row in range(min(rows, 3))]
+            what = f"rows that end at different times, batch {rows}"
             out = run_alike(model, name, strategy, inputs, conditions, what, eos_token_id=stops)
             first = [
                 next((i + 1 for i, t in enumerate(row[start:].tolist()) if t in stops), conditions.new_tokens)
@@ -208,18 +210,6 @@ def check_sampling_equals_autoregressive(strategy: Strategy, conditions: Conditi
         with conditions.enabled(name) as model:
             what = f"{type(model).__name__}, sampling with {draw}, batch {rows}"
             run_alike(model, name, strategy, inputs, conditions, what, "autoregressive", do_sample=True, **draw)
-
-
-def check_end_token_inside_a_draft(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """An end-of-sequence token ends a row, even if the draft tokens after it are also right."""
-    for turn, name in enumerate(conditions.models):
-        inputs = prompts(1)
-        start = inputs["input_ids"].shape[1]
-        with conditions.enabled(name) as model:
-            plain = reference(model, inputs, max_new_tokens=conditions.new_tokens).sequences
-            stops = plain[0, start + 2 :: 5] if conditions.thorough else plain[0, start + 2 + 5 * (turn % 2) :: 10]
-            for stop in dict.fromkeys(stops.tolist()):
-                run_alike(model, name, strategy, inputs, conditions, f"end token {stop}", eos_token_id=stop)
 
 
 def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
