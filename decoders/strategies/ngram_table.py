@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,25 +190,20 @@ def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[Ngram
         state = path.stat()
     except OSError as error:
         raise SettingsError(f"n-gram table {path} cannot be read: {error.strerror}") from error
-    table = _read(path.absolute(), state.st_mtime_ns, state.st_size)
+    table = _read(path.absolute(), state.st_mtime_ns, state.st_size, device)
     if table.vocab_size != vocab_size:
         raise SettingsError(
             f"n-gram table {path} counts tokens of a vocabulary of {table.vocab_size}, the model's has {vocab_size}. "
             "Train one with `decoders train ngram` for this model"
         )
-    return _placed(path.absolute(), state.st_mtime_ns, state.st_size, device)
+    return table.orders
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, mtime_ns: int, size: int) -> NgramTable:
-    """Loads a table. Time and size are part of the cache key, so that a changed file is read again."""
-    return NgramTable.load(path)
-
-
-@lru_cache(maxsize=4)
-def _placed(path: Path, mtime_ns: int, size: int, device: torch.device) -> tuple[NgramOrder, ...]:
-    orders = _read(path, mtime_ns, size).orders
-    return tuple(NgramOrder(*(tensor.to(device) for tensor in order)) for order in orders)
+def _read(path: Path, mtime_ns: int, size: int, device: torch.device) -> NgramTable:
+    """Loads a table to `device`. Time and size are part of the cache key, so that a changed file is read again."""
+    table = NgramTable.load(path)
+    return replace(table, orders=tuple(NgramOrder(*(tensor.to(device) for tensor in order)) for order in table.orders))
 
 
 def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> NgramOrder:
