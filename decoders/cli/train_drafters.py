@@ -27,11 +27,7 @@ def training(kind: type[Recipe]) -> Callable[[Callable[..., Any]], Callable[...,
     :func:`~.training_options.prepared`.
     """
 
-    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
-        own = with_options_of(kind)(command)
-        return with_options_of(prepared, without=["edit_tasks"])(own)
-
-    return with_options
+    return lambda command: with_options_of(prepared)(with_options_of(kind)(command))
 
 
 def taken(kind: type[R], options: dict[str, Any]) -> R:
@@ -62,7 +58,7 @@ def medusa(
     from ..training.medusa import train_medusa
 
     present, run = load_heads(given) if given is not None else None, taken(HeadsTraining, options)
-    loaded, tokenizer, job = prepared(model, out, edit_tasks=0, **options)
+    loaded, tokenizer, job = prepared(model, out, **options)
     conclude(train_medusa(loaded, tokenizer, job, run=run, tree=tree, nodes=nodes, given=present), job)
 
 

@@ -55,15 +55,10 @@ def prepared(
     resume: Resume = True,
     checkpoint_minutes: CheckpointMinutes = 1.0,
     as_json: AsJson = False,
-    *,
-    edit_tasks: int = EDIT_TASKS,
 ) -> tuple[Any, Any, Any]:
     """Loads the model and its tokenizer. Returns them and the :class:`~decoders.training.texts.Job` that the options describe.
 
     The options from `data` on are options of every training command. Without `data`, the demo model is trained with its own texts.
-
-    Args:
-        edit_tasks: number of edit tasks in the demo model's own texts.
 
     Raises:
         TrainingError: a path does not exist, or there is no text.
@@ -75,7 +70,7 @@ def prepared(
 
     # A wrong folder and missing files are reported before the model is loaded.
     workplace(out, resume=True)
-    texts = demo_texts(edit_tasks) if data is None and model == "demo" else {"texts": read_files(data or [])}
+    texts = demo_texts() if data is None and model == "demo" else {"texts": read_files(data or [])}
     texts |= {name: read_files(paths) for name, paths in (("held", held), ("test", test)) if paths}
     loaded, tokenizer = load(model, dtype, device)
     console = None if as_json else plain_console()
@@ -86,14 +81,11 @@ def prepared(
     return loaded, tokenizer, job
 
 
-def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
+def demo_texts() -> dict[str, list[str]]:
     """The demo models' own texts, by set.
 
     ``texts``: the files on which the models were trained. ``test``: the files from which the demo's prompts come. ``held``: all other
-    files.
-
-    Args:
-        edit_tasks: number of edit tasks that are added to ``texts``. ``held`` and ``test`` each get a twentieth as many.
+    files. :data:`EDIT_TASKS` are added to ``texts``, and a twentieth as many to each of the others.
     """
     from ..demo import data, prompts
 
@@ -104,7 +96,7 @@ def demo_texts(edit_tasks: int = 0) -> dict[str, list[str]]:
         "held": [source for source in unseen if source.path not in prompted],
         "test": [source for source in unseen if source.path in prompted],
     }
-    counts = {"texts": edit_tasks, "held": edit_tasks // 20, "test": edit_tasks // 20}
+    counts = {"texts": EDIT_TASKS, "held": EDIT_TASKS // 20, "test": EDIT_TASKS // 20}
     return {
         name: [source.text for source in sources] + _edit_tasks(sources, counts[name]) for name, sources in sets.items()
     }
@@ -116,7 +108,7 @@ def _edit_tasks(sources: list[Source], count: int) -> list[str]:
 
     from ..demo import data
 
-    functions, rng = data.functions(sources) if count else [], random.Random(0)
+    functions, rng = data.functions(sources), random.Random(0)
     names = data.new_names(functions)
     return [data.edit_task(rng.choice(functions), names, rng).text for _ in range(count if functions and names else 0)]
 
