@@ -178,7 +178,7 @@ def check_greedy_equals_transformers(strategy: Strategy, conditions: Conditions 
     """Greedy output equals transformers' own, for one row and for a left-padded batch of unequal rows."""
     for (m, name), (r, rows) in itertools.product(enumerate(conditions.models), enumerate((1, 4))):
         if (m + r) % 2 and len(conditions.models) > 1 and not conditions.thorough:
-            continue  # check_finished_rows_idle and check_end_token_inside_a_draft cover these combinations
+            continue  # check_finished_rows_idle covers these combinations
         inputs = prompts(rows)
         with conditions.enabled(name) as model:
             run_alike(model, name, strategy, inputs, conditions, f"{type(model).__name__}, greedy, batch {rows}")
