@@ -71,14 +71,18 @@ class StepLine:
                 return 0.0, 1.0
         return line[0], line[1] / self.HOPE if self._steps % trial == trial - 1 else line[1]
 
-    def _line(self) -> tuple[float, float] | None:
-        """Seconds of a step without nodes, and seconds that a node adds. None before steps of several sizes were observed."""
+    @property
+    def node(self) -> float:
+        """Seconds that a node adds to a step; 0 until steps of several sizes were observed."""
         one, x, y, xx, xy = self._sums
         spread = one * xx - x * x
-        if one < self.TRIAL or spread <= 1e-6 * xx:
+        return max((one * xy - x * y) / spread, 0.0) if spread > 1e-6 * xx else 0.0
+
+    def _line(self) -> tuple[float, float] | None:
+        one, x, y, xx, _ = self._sums
+        if one < self.TRIAL or one * xx - x * x <= 1e-6 * xx:
             return None
-        node = max((one * xy - x * y) / spread, 0.0)
-        return max((y - node * x) / one, 0.05 * y / one), node
+        return max((y - self.node * x) / one, 0.05 * y / one), self.node
 
 
 class StepCosts:

@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, InstanceOf, PlainSerializer
 from transformers import PreTrainedModel
 
+from ..costs import draft_budget
 from ..errors import UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Strategy
-from .draft_tree import TreeSettings
+from .draft_tree import TREE_NODES, TreeSettings
 
 __all__ = ["DraftModelSettings", "DraftModelStrategy", "DraftTreeSettings"]
 
@@ -62,3 +63,7 @@ class DraftModelStrategy(Strategy):
         if context.level > 0 or context.assistant_model is None:
             raise UnsupportedError(f"{self.name!r} as a stage needs a model of its own: set its draft_model")
         return context.assistant_model
+
+    def tree_nodes(self, context: Context) -> int:
+        """Greatest number of nodes of a tree, root excluded: the setting ``nodes``, or as many as the costs of a step allow."""
+        return draft_budget(context.costs, self.settings.nodes, TREE_NODES)

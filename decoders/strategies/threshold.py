@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from statistics import median
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..costs import draft_budget
+from ..costs import StepLine, draft_budget
 from ..drafters import Drafter
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
-from .draft_tree import DynamicTree, shape_of
+from .draft_tree import DynamicTree, require_coupled
 
 #: Default maximum number of tokens of a draft. LENGTH if the costs of a step have not been measured. Otherwise the costs choose it,
 #: up to MOST_LENGTH.
@@ -32,12 +36,17 @@ class ThresholdSettings(DraftTreeSettings):
         lt=1,
         description="Initial threshold: drafting stops when the cumulative draft probability falls below it.",
     )
+    rule: Literal["adaptive", "calibrated"] = Field(
+        "adaptive",
+        description="How the threshold adapts. adaptive: after a rejection to the mean of the threshold and the rejected "
+        "token's cumulative probability, otherwise down by `decrease`. calibrated: computed from the measured "
+        "costs of drafting and verifying, and the measured acceptance.",
+    )
     decrease: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="How much the threshold falls after a draft that was fully accepted. After a rejection it becomes the mean of "
-        "its value and the rejected token's cumulative probability.",
+        description="With rule adaptive: how much the threshold falls after a draft that was fully accepted.",
     )
     lowest: float = Field(0.05, gt=0, lt=1, description="Minimum of the threshold.")
     highest: float = Field(0.95, gt=0, lt=1, description="Maximum of the threshold.")
@@ -70,6 +79,7 @@ class _State:
     Attributes:
         drafter: the draft model.
         tree: the shape of drafts; None for chains.
+        calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
         length: greatest number of tokens of a draft.
         waits: whether the host has to wait when it reads the device's values (not on a CPU). If so, it reads them once per draft.
@@ -80,6 +90,7 @@ class _State:
 
     drafter: Drafter
     tree: DynamicTree | None
+    calibration: CalibratedThreshold | None
     threshold: Tensor
     length: int
     waits: bool
@@ -103,30 +114,37 @@ class Threshold(DraftModelStrategy):
 
     def start(self, context: Context) -> _State:
         s: ThresholdSettings = self.settings
-        tree: DynamicTree | None = None
-        length, children = s.max_length or LENGTH, 1
+        tree, length, children = None, s.max_length or LENGTH, 1
         if s.tree == "dynamic":
-            tree = cast(DynamicTree, shape_of(self.name, s.tree, length, s.children, s.nodes, s.beam, context))
+            require_coupled(context, self.name)
+            tree = DynamicTree(length, s.beam, self.tree_nodes(context), s.children, context.compile)
             ahead, children = tree.ahead, tree.children
         else:
             ahead = length = draft_budget(context.costs, s.max_length, LENGTH, MOST_LENGTH)
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
+        calibration = CalibratedThreshold(context.rows, context.clock) if s.rule == "calibrated" else None
         threshold = torch.full((context.rows,), s.threshold, device=context.device)
-        return _State(drafter, tree, threshold, length, waits=context.device.type != "cpu")
+        return _State(drafter, tree, calibration, threshold, length, waits=context.device.type != "cpu")
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         """Rows that stay keep their thresholds. New rows begin with the setting `threshold`."""
         s: ThresholdSettings = self.settings
         state.threshold = torch.where(rows >= 0, state.threshold[rows.clamp(min=0)], s.threshold)
+        if state.calibration is not None:
+            state.calibration.rows = context.rows
         return state
 
     def propose(self, state: _State, sequences: Sequences) -> Draft:
+        if state.calibration is not None:
+            state.calibration.drafting()
         state.drafter.begin(sequences)
         floor = state.threshold.log()
         if state.tree is not None:
             state.draft, state.weights = state.tree.weighted(state.drafter, floor)
         else:
             state.draft = self._chain(state, sequences, floor)
+        if state.calibration is not None:
+            state.calibration.drafted(state.drafter.passes)
         return state.draft
 
     def observe(self, state: _State, step: Step) -> None:
@@ -135,6 +153,12 @@ class Threshold(DraftModelStrategy):
         assert draft is not None and weights is not None
         state.drafter.observe(step, draft.tokens.shape[1] + 1, 0 if state.tree is None else state.tree.depth)
         rejected = first_rejected(draft, weights, step)
+        if state.calibration is not None:
+            expected = torch.where(draft.tokens >= 0, weights.exp(), 0.0).sum() if state.tree is None else None
+            value = state.calibration.threshold(step, expected)
+            if value is not None:
+                state.threshold.fill_(min(max(value, s.lowest), s.highest))
+            return
         lower = state.threshold - s.decrease
         mean = (state.threshold + rejected) / 2
         state.threshold = torch.where(rejected >= 0, mean, lower).clamp(s.lowest, s.highest)
@@ -182,3 +206,67 @@ def first_rejected(draft: Draft, weights: Tensor, step: Step) -> Tensor:
         tree = tree.tensors(len(end), end.device)
     draft_tokens = (tree.parents[:, 1:] == end) & tree.ancestors[:, 1:, 0] & (draft.tokens >= 0)
     return torch.where(draft_tokens, weights.exp(), -1.0).amax(1)
+
+
+#: Averages are taken over the last WINDOW steps, and are used after ENOUGH steps.
+WINDOW, ENOUGH = 32, 3
+
+
+class CalibratedThreshold:
+    """Finds the threshold on a draft token's probability that maximizes tokens per second.
+
+    One more draft token takes ``c`` seconds to draft (a pass of the draft model) and ``v`` seconds to verify (another node), both per
+    row. It is accepted with probability ``P``, so it brings ``P`` tokens on average. The present rate is ``R`` tokens per second. To
+    maximize tokens per second (Dinkelbach 1967), drafting continues as long as ``P >= (c + v) R``. ``P`` is the product of the draft
+    model's probabilities along the draft, times the measured ratio of accepted to expected tokens. The ratio corrects a draft model
+    that is over- or underconfident.
+
+    Measured times differ between runs, so the number of steps may differ. The tokens do not.
+    """
+
+    def __init__(self, rows: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.rows, self._clock = rows, clock
+        self._draft: deque[float] = deque(maxlen=WINDOW)  # seconds per pass
+        self._verify = StepLine()
+        self._steps: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
+        self._hits: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # accepted, expected
+        self._begun = self._proposed = 0.0
+        self._passes = 0
+        self._first = True
+
+    def drafting(self) -> None:
+        """Records the time at which drafting begins."""
+        self._begun = self._clock()
+
+    def drafted(self, passes: int) -> None:
+        """Records the time at which drafting ends. passes: number of passes of the draft model so far in this call."""
+        self._proposed = self._clock()
+        self._draft.append((self._proposed - self._begun) / max(passes - self._passes, 1))
+        self._passes = passes
+
+    def threshold(self, step: Step, expected: Tensor | None) -> float | None:
+        """Updates the measurements and returns the new threshold, a probability. None if there are too few measurements yet.
+
+        Args:
+            expected: sum of the cumulative probabilities of a chain's draft tokens. None: probabilities are used without correction.
+        """
+        now = self._clock()
+        if self._first:  # the first step may include compilation
+            self._first = False
+            self._draft.clear()
+            return None
+        read = step.read()
+        emitted = sum(map(len, read.tokens))
+        self._verify.observe(step.nodes.shape[1], now - self._proposed, False)
+        self._steps.append((emitted, now - self._begun))
+        if expected is not None:
+            self._hits.append((float(sum(read.accepted)), float(expected)))
+        if len(self._steps) < ENOUGH or not emitted:
+            return None
+        seconds = sum(seconds for _, seconds in self._steps)
+        if not seconds > 0:  # the clock is too coarse
+            return None
+        rate = sum(tokens for tokens, _ in self._steps) / seconds
+        accepted, expectation = (sum(values) for values in zip(*self._hits, strict=True)) if self._hits else (1.0, 1.0)
+        trust = min(max(accepted / expectation, 0.1), 10.0) if expectation > 0 else 1.0
+        return (median(self._draft) + self._verify.node) / self.rows * rate / trust

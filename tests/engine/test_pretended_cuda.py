@@ -30,7 +30,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("autoregressive", {}), ("prompt_lookup", {}), ("suffix", {}), ("auto", {}), ("lookahead", {}), ("ngram", {}),
     ("token_recycling", {}), ("prompt_lookup+suffix", {}), ("suffix+token_recycling", {}), ("early_exit", {}),
     ("speculative", {}), ("speculative", {"tree": "dynamic"}), ("speculative", {"tree": "static"}), ("threshold", {}),
-    ("staged", {}), ("prompt_lookup+speculative", {}),
+    ("threshold", {"rule": "calibrated"}), ("staged", {}), ("prompt_lookup+speculative", {}),
     ("auto", {"candidates": ["suffix", "speculative"]}),
 ]  # fmt: skip
 #: Kernels have tests of their own, which interpret them; nothing is remembered from the strategy before.

@@ -50,7 +50,7 @@ class Scripted:
 def scripted(*rows: list[float], threshold: float = 0.4, waits: bool = False, length: int = 16) -> _State:
     probabilities = torch.tensor(rows)
     drafter: Any = Scripted(probabilities)
-    return _State(drafter, None, torch.full((len(rows),), threshold), length, waits)
+    return _State(drafter, None, None, torch.full((len(rows),), threshold), length, waits)
 
 
 def sequences(rows: int, finished: list[bool] | None = None) -> Sequences:

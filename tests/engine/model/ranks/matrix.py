@@ -44,6 +44,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "speculative heuristic": ("speculative", {"schedule": "heuristic", "length": 2}),
     "early exit": ("early_exit", {"length": 3}),
     "threshold": ("threshold", {}),
+    "threshold calibrated": ("threshold", {"rule": "calibrated"}),
     "staged": ("staged", {"passes": 2, "stage": "prompt_lookup", "nodes": 12}),
     "medusa": ("medusa", {}),
     "merged": ("prompt_lookup+speculative", {}),
@@ -54,7 +55,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 QUICK = (
     "prompt_lookup",
     "speculative tree",
-    "threshold",
+    "threshold calibrated",
     "staged",
     "medusa",
     "suffix+token_recycling",
