@@ -6,6 +6,7 @@ always runs after the same other method, on the caches that it left.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,14 +19,13 @@ from ..errors import DecodersError
 from ..report import Report, Stage
 from .machine import PeakMemory, resident
 from .methods import Method
-from .pace import FIRST_TOKEN, Pace, expected
 from .timed_call import Decode, Stamps, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .workloads import Workload
 
 T = TypeVar("T")
 #: Share of a run's seconds after which no warm-up begins.
 WARM_UP = 0.5
-#: Called before each call, with a description of it and the expected remaining seconds (infinite until they can be estimated).
+#: Called before each call, with a description of it and the expected remaining seconds (infinite in the warm-up and the first call).
 Progress = Callable[[str, float], None]
 
 
@@ -196,10 +196,9 @@ def measure(
     """
     began, checks = time.monotonic(), checks and seconds is None
     deadlines = (None, None) if seconds is None else (began + WARM_UP * seconds, began + seconds)
-    rounds = repeats * (1 + FIRST_TOKEN * first_tokens) + checks
     entries = warm_up(
-        methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode, rounds=rounds, deadline=deadlines[0]
-    )  # fmt: skip
+        methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode, deadline=deadlines[0]
+    )
     try:
         take_turns(
             entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=progress, decode=decode,
@@ -235,32 +234,24 @@ def warm_up(
     new_tokens: int,
     progress: Progress = lambda what, left: None,
     decode: Decode = decode,
-    rounds: float = 0.0,
     deadline: float | None = None,
 ) -> list[Competitor]:
     """Makes two calls of every method on the first workload, to compile and to measure memory. Returns an entry per method.
 
     Args:
-        rounds: number of texts that each method writes per workload after the warm-up, to estimate the remaining seconds.
         deadline: by ``time.monotonic``; methods that would begin later are skipped, except the first method and our first strategy.
     """
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
         raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
     entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
-    warmed, taken = list[Competitor](), dict[bool, list[float]]()
     for number, entry in enumerate(entries):
-        needed = not number or (entry.method.ours and not any(other.method.ours for other in warmed))
+        needed = not number or (entry.method.ours and not any(e.method.ours and e.warmup for e in entries[:number]))
         late = _late(deadline) and not needed
         entry.reason = entry.method.skip_reason(entry.rows) or ("no time was left for it: --seconds" if late else "")
         entry.status = "skipped" if entry.reason else "ok"
-        coming = [other.method.ours for other in entries[number:]]
-        progress(f"{entry.method.name} · compile, warm up", expected(warmed, taken, coming, rounds * len(workloads)))
-        began = time.monotonic()
+        progress(f"{entry.method.name} · compile, warm up", math.inf)
         _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
-        if entry.status == "ok":
-            warmed.append(entry)
-            taken.setdefault(entry.method.ours, []).append(time.monotonic() - began)
     return entries
 
 
@@ -291,20 +282,26 @@ def take_turns(
     Returns:
         The number of complete rounds.
     """
-    pace, began = Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks), time.monotonic()
+    total, done, began = len(entries) * len(workloads) * (repeats + checks), 0, time.monotonic()
+
+    def told(what: str) -> None:
+        nonlocal done
+        progress(what, (time.monotonic() - began) / done * (total - done) if done else math.inf)
+        done += 1
+
     forget(entries)
     for number, workload in enumerate(workloads if checks else ()):
         if by_prompt and number and _late(deadline, 2 * (time.monotonic() - began) / number):
             workloads = workloads[:number]
             break
         for entry in entries:
-            progress(f"{entry.method.name} · check", pace.left())
-            with pace.check(entry, workload):
-                _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
-    turn = 0
+            told(f"{entry.method.name} · check")
+            _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
+    turn, round_began = 0, 0.0
     for repeat in range(repeats):
-        if repeat and _late(deadline, pace.round()):
+        if repeat and _late(deadline, time.monotonic() - round_began):  # a round takes as long as the one before
             return repeat
+        round_began = time.monotonic()
         forget(entries)
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
@@ -312,11 +309,8 @@ def take_turns(
                     for other in entries if repeat else ():  # an incomplete round counts only if it is the first
                         other.samples = [sample for sample in other.samples if sample.repeat < repeat]
                     return repeat
-                progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())
-                with pace.sample(entry, workload):
-                    _attempt(
-                        entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens)
-                    )
+                told(f"{entry.method.name} · round {repeat + 1} of {repeats}")
+                _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
             turn += 1
             measured()
     return repeats

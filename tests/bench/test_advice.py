@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import decoders
 from decoders import bench
-from decoders.bench import advice, measurement, pace, records
+from decoders.bench import advice, measurement, records
 from decoders.bench.advice import Advice, Outlook
 from decoders.bench.figures import Spread
 from decoders.bench.verdict import Verdict
@@ -206,7 +206,7 @@ def test_nothing_begins_that_cannot_end_within_the_time(
         return replace(done, seconds=1.0)
 
     decode, clock = advice.decode, SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
-    for module in (advice, measurement, pace):
+    for module in (advice, measurement):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(advice, "decode", decoded)
     monkeypatch.setattr(advice, "_compiled", lambda arguments: compiled.append(now[0]) or dict(arguments))
