@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ..enabling import forget as forget_memories
 from ..errors import DecodersError
-from ..report import Report, Stage
+from ..report import Report
 from .machine import PeakMemory, resident
 from .methods import Method
 from .timed_call import Decode, Stamps, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
@@ -69,7 +69,6 @@ class Measurement:
     overhead: float | None = None
     accepted_lengths: list[int] | None = None
     draft_passes: int | None = None
-    stages: list[Stage] = field(default_factory=list)
     prompt_tokens: int | None = None
     compiled_share: float | None = None
     waiting: float = 0.0
@@ -402,7 +401,7 @@ def _sample(
         parts |= dict(
             steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill, propose=t.propose, mask=t.mask,
             core=t.core, observe=t.observe, host=t.host, overhead=report.overhead,
-            accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report), stages=report.stages,
+            accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
             compiled_share=compiled_share(report), waiting=report.waiting,
         )  # fmt: skip
     sample = Measurement(

@@ -10,17 +10,14 @@ from typing import Any
 from ..report import BUSY
 from .figures import (
     Spread,
-    StageFigures,
     StepTimes,
     accepted_length,
-    agreement,
     difference,
     first_tokens,
     looping,
     passes_per_step,
     per_repeat,
     ratio,
-    stage_figures,
     step_times,
 )
 from .machine import weight_bytes
@@ -46,8 +43,6 @@ class Record:
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
         baseline: the method that the tokens were compared with: transformers; or, when sampling or with a grammar, our plain decoding.
         difference: where the tokens first differ from the baseline's.
-        leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
-        compared: number of the baseline's new tokens.
         looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`). Loops flatter methods
             that draft from the text so far.
         incomparable: text shown in place of `identical` if the tokens need not be equal, such as "same distribution"; else "".
@@ -62,7 +57,6 @@ class Record:
         draft_passes: number of forward passes per target step, of the models that draft for the target.
         outside_core: share of the step outside forward, verification and commit.
         overhead: share of the step outside the forward passes of target and draft models.
-        stages: one entry per draft model, see :class:`StageFigures`.
         step_ms: times of the parts of a step.
         first_call, second_call, compile_seconds, compilations: as in :class:`.WarmupCost`.
         recompilations: number of graphs compiled in all later calls.
@@ -100,8 +94,6 @@ class Record:
     identical: bool | None = None
     baseline: str = ""
     difference: str = ""
-    leading: int | None = None
-    compared: int | None = None
     looping: float | None = None
     incomparable: str = ""
     tokens_per_second: Spread | None = None
@@ -113,7 +105,6 @@ class Record:
     step_ms: StepTimes | None = None
     outside_core: float | None = None
     overhead: float | None = None
-    stages: list[StageFigures] = field(default_factory=list)
     first_call: float | None = None
     second_call: float | None = None
     compile_seconds: float | None = None
@@ -222,7 +213,6 @@ def _record(
         record.baseline = token_baseline.method.name
         record.difference = next(filter(None, (difference(entry, token_baseline, name) for name in names)), "")
         record.identical = not record.difference
-        record.leading, record.compared = agreement(entry, token_baseline, names)
     record.tokens_per_second = Spread.of(list(per_repeat(record.samples).values()))
     record.ratio = ratio(record.samples, _samples(speed_baseline, kind))
     record.first_token = first_tokens(record.samples)
@@ -240,7 +230,6 @@ def _record(
         record.outside_core = 1 - record.step_ms.core / record.step_ms.total
     overheads = [s.overhead for s in record.samples if s.overhead is not None]
     record.overhead = median(overheads) if overheads else None
-    record.stages = stage_figures([(s.stages, s) for s in record.samples if s.stages])
     if entry.warmup is not None:
         warmup = entry.warmup
         record.first_call, record.second_call = warmup.first_call, warmup.second_call

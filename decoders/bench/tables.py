@@ -117,7 +117,7 @@ def suite_table(together: Sequence[Record], records: Sequence[Record]) -> Table:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Tables per model, dtype, batch size and kind of prompt: speed, parts of a step, draft models if any, start-up and memory."""
+    """Tables per model, dtype, batch size and kind of prompt: speed, parts of a step, start-up and memory."""
     result = []
     for group, kind in dict.fromkeys((r.group, r.kind) for r in records):
         members = [r for r in records if (r.group, r.kind) == (group, kind)]
@@ -131,8 +131,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
         result.append(speed_table(members, title + loops(members)))
         if any(r.status == "ok" for r in members):
             result.append(step_table(members, f"{title} · ms per step"))
-            if any(r.stages for r in members):
-                result.append(stage_table(members, f"{title} · draft models"))
             result.append(start_table(members, f"{title} · start and memory"))
     return result
 
@@ -181,19 +179,6 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
             times = (shown(getattr(r.step_ms, part), ".2f") for part in parts)
             shares = shown(r.outside_core, ".1%"), shown(r.overhead, ".1%"), shown(r.bandwidth_fraction, ".0%")
             table.add_row(_name(r), *times, *shares)
-    return table
-
-
-def stage_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of the draft models' work per target step. A model that drafts for a draft model follows that model, indented."""
-    table = plain_table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
-    for r in records:
-        for stage in r.stages:
-            model = Text("  " * stage.depth + (stage.model.rstrip("/").rpartition("/")[2] or stage.model))
-            table.add_row(
-                _name(r), model, stage.drafter or "", shown(stage.passes, ".2f"), shown(stage.tokens_per_pass, ".2f"),
-                shown(stage.forward_share, ".1%"),
-            )  # fmt: skip
     return table
 
 
@@ -247,9 +232,7 @@ def identical(record: Record) -> Text:
         return Text(record.incomparable or "?", style="dim")
     if record.identical:
         return Text("yes", style="green")
-    # Other engines round in another order, so the number of tokens before the first difference is shown, too.
-    far = f", {record.leading} of {record.compared}" if record.engine else ""
-    return Text(f"no{far}", style="red" if record.exact else "yellow")
+    return Text("no", style="red" if record.exact else "yellow")
 
 
 def ratio_style(ratio: Spread | None) -> str:

@@ -118,7 +118,6 @@ def test_bench_measures_variants_of_one_strategy() -> None:
     assert [r["reason"] for r in records.values() if r["status"] != "ok"] == []
     assert records["speculative[length=2]"]["settings"] == {"speculative": {"children": 2, "length": 2}}
     assert records["speculative[length=2]"]["draft_passes"] == 2.0
-    assert records["speculative[length=2]"]["stages"][0]["passes"] == 2.0
     assert 0 < records["speculative[length=2]"]["overhead"] < 1
     assert records["transformers-assisted[2]"]["draft_passes"] > 1
     # Whole names stand in the tables: rich would take brackets for markup.

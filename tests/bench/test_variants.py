@@ -95,17 +95,13 @@ def test_a_draft_model_of_its_own_takes_no_other(model: Any, draft: Any, tokeniz
 
 
 @pytest.mark.slow
-def test_a_staged_strategy_tells_its_stages(model: Any, draft: Any, tokenizer: Any, tmp_path: Any) -> None:
+def test_a_staged_strategy_tells_its_draft_models_work(model: Any, draft: Any, tokenizer: Any, tmp_path: Any) -> None:
     draft.save_pretrained(tmp_path / "small")
     staged = f"staged[passes=2,stage=speculative,stage_config.draft_model={tmp_path}/small,stage_config.length=3]"
     methods = bench.strategy_methods(model, [staged, "speculative[length=2]"], draft, None, EAGER)
     entries = bench.measure(methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=6, repeats=2)
     record, chain = bench.summarise(entries)
     assert record.status == "ok", record.reason
-    assert [(s.depth, s.drafter, s.passes) for s in record.stages] == [(0, "speculative", 2.0), (1, None, 6.0)]
-    assert record.stages[0].tokens_per_pass >= 1
-    assert record.stages[1].tokens_per_pass is None, "token by token"
-    assert 0 < sum(s.forward_share for s in record.stages) < 1
     assert record.draft_passes == chain.draft_passes == 2.0, "equal draft cost, the small model's passes apart"
     assert 0 < record.overhead < record.outside_core
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from decoders.bench.advice import Advice, Outlook
-from decoders.bench.figures import Spread, StageFigures, StepTimes
+from decoders.bench.figures import Spread, StepTimes
 from decoders.bench.load import LoadResult
 from decoders.bench.measurement import Measurement
 from decoders.bench.records import Record
@@ -53,7 +53,6 @@ def record(method: str, kind: str, batch: int, factor: float) -> Record:
     )  # fmt: skip
     if method.startswith("speculative"):
         result.settings, result.draft_passes = {"speculative": {"length": 2, "tree": "static"}}, 2.0
-        result.stages = [StageFigures("/models/draft", 0, "ngram", 2.0, 1.4, 0.31)]
     return result
 
 
@@ -74,7 +73,6 @@ def records(
         for name in ("medusa", "eagle3")
     ]
     made[-1].identical, made[-1].difference = False, "story-01, row 0, new token 41"
-    made[-1].leading, made[-1].compared = 41, 64
     return made + absent
 
 
