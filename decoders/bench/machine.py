@@ -1,17 +1,11 @@
-"""What a measurement runs on: processor, versions of software, the speed of the device's memory; and the memory in use.
-
-The resident memory of this process comes from psutil (``pip install 'hf-decoders[bench]'``) on Linux, macOS and Windows; without
-psutil it is None. The peak is read from /proc, because psutil reports only the peak of the process's whole life.
-"""
+"""What a measurement runs on: processor, versions of software, the speed of the device's memory."""
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +14,9 @@ from transformers import PreTrainedModel
 
 from ..report.surroundings import busy_share, processor_name
 
-# Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """JSON-safe facts: processor, threads, device, versions, whether memory can be measured, and the text of :func:`busy`."""
+    """JSON-safe facts: processor, threads, device, versions, and the text of :func:`busy`."""
     from ..common.version import __version__
 
     return {
@@ -40,7 +31,6 @@ def facts(device: torch.device) -> dict[str, Any]:
         **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
         "transformers": transformers.__version__,
         "decoders": __version__,
-        "memory": resident() is not None,
         "busy": busy(),
     }
 
@@ -95,51 +85,3 @@ def weight_bytes(model: PreTrainedModel) -> int:
     if embedding is not None and (head is None or head.weight is not embedding.weight):
         looked_up = embedding.weight
     return sum(p.numel() * p.element_size() for p in model.parameters() if p is not looked_up)
-
-
-class PeakMemory:
-    """Context manager that measures the peak memory of the work inside it.
-
-    Attributes:
-        bytes: the peak in bytes; None if the system does not report it.
-        kind: "device" (the allocator of CUDA or XPU), "process" (resident set of the whole process, other models included) or
-            "unknown".
-    """
-
-    bytes: int | None
-    kind: str
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes, self.kind = device, None, "unknown"
-
-    def __enter__(self) -> PeakMemory:
-        if has_own_memory(self.device):
-            torch.accelerator.reset_peak_memory_stats(self.device)
-            self.kind = "device"
-        else:
-            try:
-                _RESET.write_text("5")
-                self.kind = "process"
-            except OSError:
-                self.kind = "unknown"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.kind == "device":
-            self.bytes = torch.accelerator.max_memory_allocated(self.device)
-        elif self.kind == "process":
-            line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
-            self.bytes = int(line.split()[1]) * 1024 if line else None
-
-
-def resident() -> int | None:
-    """The present resident memory of this process in bytes; None without psutil.
-
-    It includes freed pages that were not returned to the system, since no other process can use them.
-    """
-    try:
-        import psutil
-    except ImportError:
-        return None
-    gc.collect()
-    return int(psutil.Process().memory_info().rss)

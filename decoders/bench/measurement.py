@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from ..enabling import forget as forget_memories
 from ..errors import DecodersError
 from ..report import Report
-from .machine import PeakMemory, resident
+from .machine import has_own_memory
 from .methods import Method
 from .timed_call import Decode, Stamps, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .workloads import Workload
@@ -84,13 +86,9 @@ class WarmupCost:
         compile_seconds: seconds spent on compiling in the first call.
         compilations: number of graphs compiled in the first call.
         second_compilations: number of graphs compiled in the second call.
-        peak_memory: peak memory in bytes; None if the system does not report it.
-        memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
-        cache_bytes: size of the loop's KV cache; None for transformers, and if `memory_kind` is "device".
+        peak_memory: peak of the device's allocator in the second call, in bytes; on CPUs None.
+        cache_bytes: size of the loop's KV cache; None for transformers, and with `peak_memory`.
         first_token: seconds from the start of the first call to its first token, compilation included.
-        memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
-        pack_seconds: ``report.timings.pack`` of the first call.
-        background_seconds: ``report.timings.background`` of the first call.
     """
 
     first_call: float
@@ -99,12 +97,8 @@ class WarmupCost:
     compilations: int
     second_compilations: int
     peak_memory: int | None
-    memory_kind: str
     cache_bytes: int | None
     first_token: float | None = None
-    memory_added: int | None = None
-    pack_seconds: float | None = None
-    background_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -344,21 +338,21 @@ def calls(methods: int, workloads: int, repeats: int) -> int:
 
 
 def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
-    before = resident()
+    device, peak = entry.method.model.device, None
     first, stamps = stamped(entry.method, workload, new_tokens, decode)
-    with PeakMemory(entry.method.model.device) as memory:
-        second = decode(entry.method, workload, new_tokens)
+    if has_own_memory(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+    second = decode(entry.method, workload, new_tokens)
+    if has_own_memory(device):
+        peak = torch.accelerator.max_memory_allocated(device)
     # transformers does not report its compile time. If it compiled, the additional seconds of the first call are taken instead.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)
-    after = resident()
-    timings = None if first.report is None else first.report.timings
+    cache = second.report.peak_memory if second.report is not None and peak is None else None
     entry.warmup = WarmupCost(
-        first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
-        second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
-        stamps["first_token"], None if before is None or after is None else max(after - before, 0),
-        None if timings is None else timings.pack, None if timings is None else timings.background,
+        first.seconds, second.seconds, compiling, first.compilations, second.compilations, peak, cache,
+        stamps["first_token"],
     )  # fmt: skip
 
 

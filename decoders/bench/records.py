@@ -60,7 +60,7 @@ class Record:
         step_ms: times of the parts of a step.
         first_call, second_call, compile_seconds, compilations: as in :class:`.WarmupCost`.
         recompilations: number of graphs compiled in all later calls.
-        peak_memory, memory_kind, cache_bytes: as in :class:`.WarmupCost`.
+        peak_memory, cache_bytes: as in :class:`.WarmupCost`.
         weight_bytes: bytes of the target's weights that one step reads.
         samples: the timed calls.
         model: the measured model, as the user named it.
@@ -72,10 +72,6 @@ class Record:
         prefill: seconds of the prefill.
         compiled_share: share of the steps that ran compiled.
         cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
-        memory_added: growth of the process's resident memory in the first two calls, in bytes. Memory that all methods share is
-            counted for the first method.
-        pack_seconds: ``timings.pack`` of the first call (:class:`~decoders.report.Timings`).
-        background_seconds: ``timings.background`` of the first call.
         temperature: temperature of the sampling; 0: greedy.
         bandwidth_fraction: bytes of the target's weights per second of the core (transformers: of the step), divided by the
             measured copy bandwidth. A value above 1 shows that weights stay in a cache.
@@ -111,7 +107,6 @@ class Record:
     compilations: int | None = None
     recompilations: int | None = None
     peak_memory: int | None = None
-    memory_kind: str = "unknown"
     cache_bytes: int | None = None
     weight_bytes: int | None = None
     bandwidth_fraction: float | None = None
@@ -125,9 +120,6 @@ class Record:
     prefill: Spread | None = None
     compiled_share: float | None = None
     cold_first_token: float | None = None
-    memory_added: int | None = None
-    pack_seconds: float | None = None
-    background_seconds: float | None = None
     temperature: float = 0.0
 
     @property
@@ -235,10 +227,8 @@ def _record(
         record.first_call, record.second_call = warmup.first_call, warmup.second_call
         record.compile_seconds, record.compilations = warmup.compile_seconds, warmup.compilations
         record.recompilations = warmup.second_compilations + sum(s.compilations for s in entry.samples)
-        record.peak_memory, record.memory_kind = warmup.peak_memory, warmup.memory_kind
-        record.cache_bytes = warmup.cache_bytes
-        record.cold_first_token, record.memory_added = warmup.first_token, warmup.memory_added
-        record.pack_seconds, record.background_seconds = warmup.pack_seconds, warmup.background_seconds
+        record.peak_memory, record.cache_bytes = warmup.peak_memory, warmup.cache_bytes
+        record.cold_first_token = warmup.first_token
     record.weight_bytes = weight_bytes(method.model)
     if method.bits is not None:
         record.weight_bytes = int(record.weight_bytes * method.bits / 8 / method.model.dtype.itemsize)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.files import write_whole
-from ..errors import SettingsError, amount, installing
+from ..errors import SettingsError, amount
 from .console import plain_console
 
 if TYPE_CHECKING:
@@ -204,11 +204,10 @@ def duration(seconds: float) -> str:
 
 def footnote(machine: dict[str, Any]) -> str:
     """A line about the machine and the versions of the libraries. machine: from :func:`decoders.bench.machine.facts`."""
-    missing = "" if machine["memory"] else f"; memory not measured, it takes {installing('bench')}"
     return (
         f"{machine['cpu']}, {amount(machine['threads'], 'thread')}, device {machine['device']}, "
         f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
+        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}"
     )
 
 

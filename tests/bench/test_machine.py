@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from mmap import PAGESIZE, mmap
 from typing import Any
 
 import pytest
 import torch
 
 from decoders.bench import machine
-from decoders.bench.machine import PeakMemory, copy_bandwidth, facts, resident, weight_bytes
+from decoders.bench.machine import copy_bandwidth, facts, weight_bytes
 from decoders.testing import tiny_model
 
 
@@ -50,32 +48,3 @@ def test_a_busy_machine_is_said_to_be_busy(
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     monkeypatch.setattr(machine, "busy_share", lambda seconds: waits)
     assert said in machine.busy() and bool(machine.busy()) == bool(said)
-
-
-def test_peak_memory_sees_what_was_freed_again() -> None:
-    with PeakMemory(torch.device("cpu")) as before:
-        pass
-    # Not by malloc, which may have as much that was freed before.
-    with PeakMemory(torch.device("cpu")) as memory, mmap(-1, 64 << 20) as pages:
-        for begin in range(0, len(pages), PAGESIZE):
-            pages[begin] = 1
-    if memory.kind == "process":  # the system may tell nothing
-        assert memory.bytes - before.bytes > 32 << 20
-    else:
-        assert (memory.kind, memory.bytes) == ("unknown", None)
-
-
-def test_memory_of_the_process_grows_with_what_it_holds() -> None:
-    before = resident()
-    pages = mmap(-1, 64 << 20)
-    for begin in range(0, len(pages), PAGESIZE):
-        pages[begin] = 1
-    after = resident()
-    pages.close()
-    assert before is not None and after is not None and after - before > 32 << 20
-
-
-def test_without_psutil_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert resident() is None
-    assert not facts(torch.device("cpu"))["memory"]
