@@ -163,7 +163,7 @@ def advise(
         SettingsError: there is no prompt or no tokenizer, or `seconds` is not above 0. UnsupportedError: the model cannot be decoded.
     """
     check_seconds(seconds)
-    begin, busy = time.monotonic(), machine.busy()
+    begin = time.monotonic()
     tokenizer = tokenizer_of(enable(model, tokenizer))
     random = str(getattr(model.config, "name_or_path", "")) in SHAPES
     every = _workloads(model, tokenizer, prompts, random)
@@ -246,11 +246,13 @@ def advise(
             (verdict,) = of_compiled
             speeds = [_speed(of_tier, verdict.method or PLAIN) for of_tier in (uncompiled, compiled)]
             gain = speeds[1] / speeds[0] if all(speeds) else None
-    records, too_busy = comparable(records)
-    if too_busy:  # on a busy machine the order of methods may be right, but ratios are not
+    records, busy = comparable(records)
+    if busy and all(
+        r.ratio is None for r in records
+    ):  # on a busy machine the order of methods may be right, but ratios are not
         name = verdict.method or "transformers' own generate"
-        text = f"{name} was the fastest, but no speed is compared here. {too_busy}"
-        verdict, gain = replace(verdict, text=text, ratio=None, by_kind={}), None
+        text = f"{name} was the fastest, but no speed is compared here. {busy}"
+        verdict, gain, busy = replace(verdict, text=text, ratio=None, by_kind={}), None, ""
     return Advice(
         verdict,
         gain,
@@ -258,7 +260,7 @@ def advise(
         new_tokens,
         len(chosen),
         tuple(records),
-        "" if too_busy else busy or machine.busy(),
+        busy,
         len(every),
         machine.facts(model.device),
         weights,

@@ -12,11 +12,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..report.surroundings import busy_share, processor_name
+from ..report.surroundings import processor_name
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """JSON-safe facts: processor, threads, device, versions, and the text of :func:`busy`."""
+    """JSON-safe facts: processor, threads, device, versions."""
     from ..common.version import __version__
 
     return {
@@ -31,19 +31,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
         "transformers": transformers.__version__,
         "decoders": __version__,
-        "busy": busy(),
     }
-
-
-def busy() -> str:
-    """A warning if other processes occupy this machine's cores, else ""."""
-    if not (waits := busy_share(0.1)):
-        return ""
-    several = torch.get_num_threads() > 1
-    effect = (
-        "That slows transformers more than this loop, so ratios are too high" if several else "Speeds vary with that"
-    )
-    return f"Busy: other processes take the cores, code waits {waits:.0%} of its time. {effect}: measure again on a quiet machine."
 
 
 def has_own_memory(device: torch.device) -> bool:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from ..report import BUSY
+from ..report.surroundings import WAITING
 from .figures import (
     Spread,
     StepTimes,
@@ -138,12 +139,15 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns `records` and no warning. If steps waited for more than `BUSY` of their time: copies without ratios, and a warning."""
-    if (waits := waiting(records)) <= BUSY:
+    """Returns `records`, and a warning if steps waited for more than `WAITING` of their time, else "". If they waited for more than
+    `BUSY` of it, the records are copies without ratios.
+    """
+    if (waits := waiting(records)) <= WAITING:
         return list(records), ""
-    return [replace(r, ratio=None, plain_ratio=None) for r in records], (
+    too_busy = waits > BUSY
+    return [replace(r, ratio=None, plain_ratio=None) if too_busy else r for r in records], (
         f"Busy: other processes take the cores, steps waited {waits:.0%} of their time. That slows transformers more than this "
-        "loop, so ratios are left out: measure again on a quiet machine."
+        f"loop, so ratios are {'left out' if too_busy else 'too high'}: measure again on a quiet machine."
     )
 
 

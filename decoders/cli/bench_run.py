@@ -237,7 +237,7 @@ class Run:
     @property
     def busy(self) -> str:
         """A warning if other processes kept the CPU's cores busy, otherwise an empty string."""
-        return comparable(self.measured)[1] or str(self.facts.get("busy", ""))
+        return comparable(self.measured)[1]
 
     def verdicts(self) -> list[Verdict]:
         """The recommended method of each group (model, dtype, batch size and temperature)."""

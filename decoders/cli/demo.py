@@ -164,13 +164,13 @@ def demo(
             entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=advance, first_tokens=False,
             deadline=deadline,
         )  # fmt: skip
-    records, too_busy = comparable(b.summarise(entries))
+    records, busy = comparable(b.summarise(entries))
     different = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
             "model": model, "machine": facts, "prompts": [workload.name for workload in workloads],
             "max_new_tokens": new_tokens, "rounds": rounds,
-            "identical": not different, "busy": too_busy or facts["busy"], "completions": completions(entries, tokenizer),
+            "identical": not different, "busy": busy, "completions": completions(entries, tokenizer),
             "records": [r.as_dict() for r in records],
         }  # fmt: skip
         typer.echo(json.dumps(result, indent=2, default=str))
@@ -185,7 +185,7 @@ def demo(
                 else ""
             )
             console.print(f"{rounds} of {amount(repeats, 'round')} for --seconds {seconds:g}{fewer}", style="dim")
-        for warning in filter(None, (noise(records), too_busy or facts["busy"])):
+        for warning in filter(None, (noise(records), busy)):
             console.print(warning, style="yellow")
         console.print(
             f"{facts['cpu']}, {amount(facts['threads'], 'thread')}, device {facts['device']}, {dtype}", style="dim"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import torch
 
-from decoders.bench import machine
 from decoders.bench.machine import copy_bandwidth, facts, weight_bytes
 from decoders.testing import tiny_model
 
@@ -32,19 +30,3 @@ def test_facts_are_json_safe_and_name_the_versions() -> None:
     found: dict[str, Any] = json.loads(json.dumps(facts(torch.device("cpu"))))
     assert {"date", "cpu", "threads", "device", "torch", "transformers", "decoders"} <= set(found)
     assert found["torch"] == torch.__version__
-
-
-@pytest.mark.parametrize(
-    ("waits", "threads", "said"),
-    [
-        (0.5, 2, "waits 50% of its time. That slows transformers more"),
-        (0.5, 1, "of its time. Speeds vary"),
-        (0.0, 2, ""),
-    ],
-)
-def test_a_busy_machine_is_said_to_be_busy(
-    waits: float, threads: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr(machine, "busy_share", lambda seconds: waits)
-    assert said in machine.busy() and bool(machine.busy()) == bool(said)
