@@ -226,22 +226,19 @@ def test_demo_reports_identical_output() -> None:
     result = json.loads(done.stdout)
     assert result["identical"] is True
     assert result["prompts"] == ["copy-01", "code-01"]
-    assert set(result["completions"]) == {"copy-01", "code-01"}
     assert [r["method"] for r in result["records"] if r["kind"] == "copy"] == [
         "transformers", "autoregressive", "prompt_lookup"
     ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("tiny_demo")
-def test_demo_shows_few_strategies_and_names_the_others() -> None:
+def test_demo_shows_few_strategies_and_names_the_command_for_all() -> None:
     common = ("demo", "--no-compile", "-n", "2", "--repeats", "1", "--no-live", "--prompt", "ab ab ab")
     listed = json.loads(run(*common, "--json").stdout)["records"]
     assert [r["method"] for r in listed] == [
         "transformers", "transformers-assisted", "autoregressive", "prompt_lookup", "speculative"
     ]  # fmt: skip
-    last = run(*common).output.rstrip().rpartition("There are also ")[2]
-    assert "threshold" in last
-    assert "decoders bench" in last
+    assert "decoders bench measures all strategies" in run(*common).output
 
 
 @pytest.mark.usefixtures("tiny_demo")
@@ -279,21 +276,20 @@ def test_demo_stops_after_the_time_it_was_given() -> None:
     done = run(*DEMO, "--seconds", "0.001", "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert (result["rounds"], result["prompts"]) == (1, ["copy-01", "code-01"]), "one round of both is always there"
-    said = run(*DEMO[:-4], "-s", "prompt_lookup", "-n", "40", "--repeats", "3", "--seconds", "0.001").output
-    assert "up to 0.001 s (--seconds), or one round" in said and "1 of 3 rounds for --seconds 0.001" in said
-    assert "texts of 16 tokens in place of 40" in " ".join(said.split())
-    assert "copy prompt" in said and "code prompt" in said
+    assert result["prompts"] == ["copy-01"] and [r["status"] for r in result["records"]] == ["ok", "ok", "skipped"]
+    said = run(*DEMO, "--seconds", "0.001").output
+    assert "up to 0.001 s (--seconds), or one text of two methods" in said and "no time was left for it" in said
+    assert "copy prompt" in said
 
 
 def test_demo_takes_a_folder_and_asks_it_what_one_asks_chat_models(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "mine")
     tiny_model("llama").save_pretrained(tmp_path / "mine")
-    done = run("demo", str(tmp_path / "mine"), *DEMO[1:], "--json", "--kind", "chat")
+    done = run("demo", str(tmp_path / "mine"), *DEMO[1:], "--json", "--prompts", "instruct:chat")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert [r["method"] for r in result["records"]] == ["transformers", "autoregressive", "prompt_lookup"]
-    assert result["prompts"] == ["chat-01"]
+    assert result["prompts"] == ["instruct:chat-01"]
 
 
 def test_instructions_go_through_the_chat_template() -> None:
@@ -414,13 +410,13 @@ def test_demo_exits_with_1_if_an_exact_strategy_writes_anything_else(monkeypatch
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_takes_one_prompt() -> None:
-    done = run(*DEMO, "--prompt", "ab", "--kind", "copy")
+    done = run(*DEMO, "--prompt", "ab", "--prompts", "copy")
     assert done.exit_code == 2
-    assert "give one of" in done.output
+    assert "give --prompt or --prompts, not both" in done.output
 
 
 def test_demo_names_the_kinds_there_are() -> None:
-    done = run(*DEMO, "--kind", "poem")
+    done = run(*DEMO, "--prompts", "poem")
     assert done.exit_code == 2
     assert "docstring" in done.output
 
