@@ -82,7 +82,6 @@ class WarmupCost:
 
     Attributes:
         first_call: seconds of the first call.
-        second_call: seconds of the second call.
         compile_seconds: seconds spent on compiling in the first call.
         compilations: number of graphs compiled in the first call.
         second_compilations: number of graphs compiled in the second call.
@@ -92,7 +91,6 @@ class WarmupCost:
     """
 
     first_call: float
-    second_call: float
     compile_seconds: float
     compilations: int
     second_compilations: int
@@ -351,7 +349,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
         compiling = max(first.seconds - second.seconds, 0.0)
     cache = second.report.peak_memory if second.report is not None and peak is None else None
     entry.warmup = WarmupCost(
-        first.seconds, second.seconds, compiling, first.compilations, second.compilations, peak, cache,
+        first.seconds, compiling, first.compilations, second.compilations, peak, cache,
         stamps["first_token"],
     )  # fmt: skip
 

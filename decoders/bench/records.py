@@ -56,10 +56,9 @@ class Record:
         accepted_length: mean number of tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats;
             transformers: the mean over one call per prompt.
         draft_passes: number of forward passes per target step, of the models that draft for the target.
-        outside_core: share of the step outside forward, verification and commit.
         overhead: share of the step outside the forward passes of target and draft models.
         step_ms: times of the parts of a step.
-        first_call, second_call, compile_seconds, compilations: as in :class:`.WarmupCost`.
+        first_call, compile_seconds, compilations: as in :class:`.WarmupCost`.
         recompilations: number of graphs compiled in all later calls.
         peak_memory, cache_bytes: as in :class:`.WarmupCost`.
         weight_bytes: bytes of the target's weights that one step reads.
@@ -100,10 +99,8 @@ class Record:
     accepted_length: float | None = None
     draft_passes: float | None = None
     step_ms: StepTimes | None = None
-    outside_core: float | None = None
     overhead: float | None = None
     first_call: float | None = None
-    second_call: float | None = None
     compile_seconds: float | None = None
     compilations: int | None = None
     recompilations: int | None = None
@@ -222,13 +219,11 @@ def _record(
     record.draft_passes = passes_per_step(record.samples, checks)
     record.looping = looping([row for check in checks for row in check.tokens])
     record.step_ms = step_times(record.samples, {name: entry.checks[name].steps for name in names})
-    if record.step_ms is not None and record.step_ms.core is not None and record.step_ms.total:
-        record.outside_core = 1 - record.step_ms.core / record.step_ms.total
     overheads = [s.overhead for s in record.samples if s.overhead is not None]
     record.overhead = median(overheads) if overheads else None
     if entry.warmup is not None:
         warmup = entry.warmup
-        record.first_call, record.second_call = warmup.first_call, warmup.second_call
+        record.first_call = warmup.first_call
         record.compile_seconds, record.compilations = warmup.compile_seconds, warmup.compilations
         record.recompilations = warmup.second_compilations + sum(s.compilations for s in entry.samples)
         record.peak_memory, record.cache_bytes = warmup.peak_memory, warmup.cache_bytes

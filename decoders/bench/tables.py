@@ -26,11 +26,17 @@ NAME_WIDTH = 48
 SHORT_NAME, GAP = 26, 2
 
 
-def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
-    """A table for 80 columns with a line for each method, in sections by heading. Notes say why figures are missing or where outputs
-    differ.
+def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", details: bool = False) -> Table:
+    """A table with a line for each method, in sections by heading: medians, and the range of the ratio over the repeats. Notes say
+    why figures are missing or where outputs differ.
+
+    Args:
+        details: whether to add first tokens, and the passes of draft models. Without them the table has 80 columns.
     """
-    table = plain_table("", "tokens/s", "ratio", "tok/step", "identical")
+    every = [r for records in sections.values() for r in records]
+    drafted = details and any(r.draft_passes is not None for r in every)
+    first, drafts = ["first token"] if details else [], ["draft/step"] if drafted else []
+    table = plain_table(title, "tokens/s", "ratio", *first, "tok/step", *drafts, "identical")
     for heading, records in sections.items():
         if heading:
             table.add_section()
@@ -38,14 +44,15 @@ def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
         for r in [r for r in records if r.status == "ok"]:
             table.add_row(
                 _name(r), "" if r.tokens_per_second is None else f"{r.tokens_per_second.median:.0f}",
-                ranged(r.ratio, ".2f", ratio_style(r.ratio)), shown(r.accepted_length, ".2f"), identical(r),
+                ranged(r.ratio, ".2f", ratio_style(r.ratio)), *([milliseconds(r.first_token)] if details else []),
+                shown(r.accepted_length, ".2f"), *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
             )  # fmt: skip
     lines: dict[str, list[str]] = {}
-    for r in [r for records in sections.values() for r in records if r.status != "ok" or r.difference]:
+    for r in [r for r in every if r.status != "ok" or r.difference]:
         names = lines.setdefault(reason(r).markup, [])
         names += [r.method] if r.method not in names else []
     captions = [Text.assemble(", ".join(names), ": ", Text.from_markup(why)) for why, names in lines.items()]
-    if any(r.random_weights for records in sections.values() for r in records):
+    if any(r.random_weights for r in every):
         captions.append(Text(RANDOM_WEIGHTS))
     if captions:
         table.caption, table.caption_justify = Text("\n").join(captions), "left"
@@ -128,7 +135,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         )
         name = subject(members[0])
         title = f"{name + ' · ' if name else ''}{kind} · {amount(batch, 'row')} · {dtype}{drawn}{tokens}"
-        result.append(speed_table(members, title + loops(members)))
+        result.append(speed_table({"": members}, title + loops(members), details=True))
         if any(r.status == "ok" for r in members):
             result.append(step_table(members, f"{title} · ms per step"))
             result.append(start_table(members, f"{title} · start and memory"))
@@ -148,50 +155,26 @@ def loops(records: Sequence[Record]) -> str:
     return f" · {share:.0%} of the text loops" if share >= 0.005 else ""
 
 
-def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of medians with the range over the repeats, whether outputs equal the baseline's, and why figures are missing."""
-    drafted = any(r.draft_passes is not None for r in records)
-    columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
-    table = plain_table(title, *columns)
-    for r in records:
-        if r.status != "ok":
-            continue
-        table.add_row(
-            _name(r), ranged(r.tokens_per_second, ".0f"), ranged(r.ratio, ".2f", ratio_style(r.ratio)),
-            milliseconds(r.first_token), shown(r.accepted_length, ".2f"),
-            *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
-        )  # fmt: skip
-    with_reason = [r for r in records if r.status != "ok" or r.difference]
-    lines = [Text.assemble(f"{r.method}: ", reason(r)) for r in with_reason]
-    if any(r.random_weights for r in records):
-        lines.append(Text(RANDOM_WEIGHTS))
-    if lines:
-        table.caption, table.caption_justify = Text("\n").join(lines), "left"
-    return table
-
-
 def step_table(records: Sequence[Record], title: str = "") -> Table:
     """A table of a step's milliseconds by part, and how close the core is to reading the weights at copy speed."""
     parts = ("total", *PARTS)
-    table = plain_table(title, *parts, "outside core", "overhead", "bandwidth")
+    table = plain_table(title, *parts, "overhead", "bandwidth")
     for r in records:
         if r.step_ms is not None:
             times = (shown(getattr(r.step_ms, part), ".2f") for part in parts)
-            shares = shown(r.outside_core, ".1%"), shown(r.overhead, ".1%"), shown(r.bandwidth_fraction, ".0%")
-            table.add_row(_name(r), *times, *shares)
+            table.add_row(_name(r), *times, shown(r.overhead, ".1%"), shown(r.bandwidth_fraction, ".0%"))
     return table
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
     """A table of first tokens, first calls, compiling and memory."""
-    columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
-               "memory", "cache")  # fmt: skip
+    columns = ("cold first token", "prefill", "first call", "compile", "graphs", "later", "compiled", "memory", "cache")
     table = plain_table(title, *columns)
     for r in records:
         if r.status == "ok":
             table.add_row(
-                _name(r), shown(r.cold_first_token, ".2f", " s"), milliseconds(r.first_token), milliseconds(r.prefill),
-                shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
+                _name(r), shown(r.cold_first_token, ".2f", " s"), milliseconds(r.prefill),
+                shown(r.first_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
                 shown(r.compilations, "d"), shown(r.recompilations, "d"), shown(r.compiled_share, ".0%"),
                 size(r.peak_memory), size(r.cache_bytes),
             )  # fmt: skip

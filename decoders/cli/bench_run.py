@@ -19,7 +19,7 @@ from ..bench import Method, Record, Sampling, machine
 from ..bench.methods import PLAIN, baseline_named, configured_variants, synthetic_methods
 from ..bench.records import comparable
 from ..bench.shapes import SHAPES
-from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
+from ..bench.tables import fitting, group_name, headings, speed_table, suite_table, tables
 from ..bench.timed_call import vocabulary_size, written
 from ..bench.variants import parse
 from ..bench.verdict import Verdict, pooled, verdicts
@@ -251,7 +251,7 @@ class Run:
             width: number of columns of the console.
         """
         groups = pooled(self.records)
-        shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
+        shown: list[Table | Text] = [*fitting(speed_table(headings(groups)), width)]
         for verdict in self.verdicts():
             records = groups[verdict.group]
             about = f"{group_name(records[0])}: " if len(groups) > 1 else ""

@@ -164,10 +164,10 @@ def overview(records: list[Record]) -> Table:
     """The table of the demo: the speed of every strategy on every kind of prompt."""
     from rich.text import Text
 
-    from ..bench.tables import loops, summary_table
+    from ..bench.tables import loops, speed_table
 
     kinds = {kind: [r for r in records if r.kind == kind] for kind in dict.fromkeys(r.kind for r in records)}
-    table = summary_table({f"{kind} prompt": of_kind for kind, of_kind in kinds.items()})
+    table = speed_table({f"{kind} prompt": of_kind for kind, of_kind in kinds.items()})
     lines = [f"{kind} prompt{loops(of_kind)}" for kind, of_kind in kinds.items() if loops(of_kind)]
     below = [table.caption] if isinstance(table.caption, Text) else []
     table.caption, table.caption_justify = Text("\n").join([*map(Text, lines), *below]), "left"

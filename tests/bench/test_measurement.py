@@ -137,7 +137,6 @@ def test_a_step_is_split_into_its_parts(methods: list[Any], tokenizer: Any) -> N
     (record,) = bench.summarise(entries, bandwidth=1e9)
     step = record.step_ms
     assert (step.total, step.propose, step.core, step.observe, step.host) == (400.0, 100.0, 200.0, 50.0, 50.0)
-    assert record.outside_core == 0.5
     assert record.bandwidth_fraction == pytest.approx(record.weight_bytes / 0.2 / 1e9)
     assert record.identical is None, "there is no baseline in this run"
 
@@ -154,7 +153,6 @@ def test_records_are_complete_and_json_safe(methods: list[Any], tokenizer: Any) 
         assert record["first_token"]["low"] > 0
         assert len(record["samples"]) == 2 * (2 if record["kind"] == "copy" else 1)
         assert record["first_call"] > 0
-        assert record["second_call"] > 0
         assert (record["step_ms"]["core"] is not None) == record["ours"]
 
 

@@ -103,7 +103,7 @@ def test_a_staged_strategy_tells_its_draft_models_work(model: Any, draft: Any, t
     record, chain = bench.summarise(entries)
     assert record.status == "ok", record.reason
     assert record.draft_passes == chain.draft_passes == 2.0, "equal draft cost, the small model's passes apart"
-    assert 0 < record.overhead < record.outside_core
+    assert 0 < record.overhead < 1
 
 
 def test_brackets_of_transformers_assisted_hold_a_number(model: Any, draft: Any) -> None:
