@@ -159,7 +159,7 @@ def measure_load(
     for part in fitting(table, console.width):
         console.print(part)
     run = {
-        "model": model, "scale": None, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
+        "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
         "longest": longest, "spread": spread, "repeats": repeats, "seed": seed, "compile": compile,
         **facts,
     }  # fmt: skip

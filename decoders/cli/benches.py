@@ -62,17 +62,6 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
     return loop_settings, {name: value for name, value in settings.items() if name not in loop_settings}
 
 
-def in_both_tiers(names: Sequence[str] | None) -> list[str]:
-    """The strategies `names` (None: all strategies), each followed by its uncompiled variant."""
-    from ..bench.variants import COMPILE, with_setting
-    from ..registry import registry
-
-    variants = []
-    for name in registry().strategies() if names is None else names:
-        variants += [name, with_setting(name, f"{COMPILE}=false")]
-    return variants
-
-
 def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") -> list[int]:
     """Parses ``"1,4"`` to a list of numbers without duplicates. expected: the beginning of the error message.
 

@@ -72,7 +72,7 @@ def test_bench_writes_json_with_machine_and_records(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("tiny_demo")
 def test_bench_measures_dtypes_side_by_side_and_passes_settings_on() -> None:
     done = run(
-        *BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--dtype", "float32,bfloat16", "--capacity", "300",
+        *BENCH, "-s", "prompt_lookup", "--prompts", "copy", "--dtype", "float32,bfloat16", "--set", "slots=300",
         "--set", "prompt_lookup.length=3", "--json", "-",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -364,7 +364,8 @@ def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPat
     for name in ("small", "other"):
         monkeypatch.setitem(SHAPES, name, RandomShape("llama", sizes))
     done = run(
-        *BENCH, "--shape", "small,other", "--prompt-length", "8,20", "--limit", "1", "--tiers", "-s", "autoregressive",
+        *BENCH, "--shape", "small,other", "--prompt-length", "8,20", "--limit", "1",
+        "-s", "autoregressive,autoregressive[compile=false]",
         "--dtype", "bfloat16", "--details", "--json", "-",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
