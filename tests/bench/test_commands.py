@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from decoders import bench
-from decoders.bench.shapes import SHAPES, RandomShape
+from decoders.bench.shapes import SHAPES
 from decoders.cli import app, live, models
 from decoders.cli.live import ACCEPTED, ColouredStream, show
 from decoders.errors import SettingsError, amount
@@ -358,11 +358,11 @@ def test_a_workload_needs_a_text(content: Any, said: str, tokenizer: Any) -> Non
 
 def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = dict(
-        num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=128,
+        model_type="llama", num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=128,
         max_position_embeddings=256, tie_word_embeddings=True,
     )  # fmt: skip
     for name in ("small", "other"):
-        monkeypatch.setitem(SHAPES, name, RandomShape("llama", sizes))
+        monkeypatch.setitem(SHAPES, name, sizes)
     done = run(
         *BENCH, "--shape", "small,other", "--prompt-length", "8,20", "--limit", "1",
         "-s", "autoregressive,autoregressive[compile=false]",
