@@ -166,7 +166,6 @@ def print_findings(console: Console) -> None:
         doctor.Finding("python", "ok", "3.11.7"),
         doctor.Finding("threads", "warning", busy),
         doctor.Finding("plugin", "problem", "my-plugin (my-distribution 1.2): it has no strategy"),
-        *doctor.enabling(),
         doctor.promise(Invariance(True, ("the branch of a tree",)), "float32", low_precision=False),
         doctor.promise(Invariance(True, ("the branch of a tree",)), "bfloat16", low_precision=True),
     ]
