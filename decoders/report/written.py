@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class Written:
         tokens: the new tokens.
         drafters: the drafter of each new token, "" for the target's own tokens.
         steps: every step of each row; an empty list for a row without the setting ``trace``.
-        tokenizer: the call's tokenizer or None. A pickle stores the texts of tokens instead.
+        tokenizer: the call's tokenizer or None. A pickle leaves it out: the texts of tokens are then their ids.
     """
 
     prompts: Sequence[Tensor]
@@ -53,25 +53,16 @@ class Written:
     drafters: list[list[str]]
     steps: list[list[TracedStep]]
     tokenizer: PreTrainedTokenizerBase | None = None
-    _texts: dict[int, str] | None = field(default=None, repr=False)
-    _pieces: list[list[tuple[str, str]]] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        traced = {token for steps in self.steps for step in steps for token in (*step.tokens, step.own)}
-        texts = {token: self.text_of(token) for token in traced if token is not None and token >= 0}
-        pieces = [self.pieces(row) for row in range(len(self.tokens))]
-        return vars(self) | {"tokenizer": None, "_texts": texts, "_pieces": pieces}
+        return vars(self) | {"tokenizer": None}
 
     def text_of(self, token: int) -> str:
         """The text of a token, escaped as in a ``repr``; its id without a tokenizer."""
-        if self._texts is not None and token in self._texts:
-            return self._texts[token]
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
 
     def pieces(self, row: int = 0) -> list[tuple[str, str]]:
         """A row's new text as pieces ``(text, drafter of its last token)``; the drafter "" is the target. Ids without a tokenizer."""
-        if self._pieces is not None:
-            return self._pieces[row]
         tokens, drafters = self.tokens[row], self.drafters[row]
         if self.tokenizer is None:
             return [(f"{token} ", who) for token, who in zip(tokens, drafters, strict=True)]

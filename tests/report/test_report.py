@@ -172,7 +172,8 @@ def test_a_report_reads_as_a_table_and_shows_itself_in_a_notebook(traced: Any) -
     html = report._repr_html_()
     assert all(f"color:{colour}" in html for colour in report.written.colours().values()) and "<svg" in html
     kept = pickle.loads(pickle.dumps(report))
-    assert kept.written.tokenizer is None and kept._repr_html_() == html and str(kept.tree(0)) == str(report.tree(0))
+    assert kept.written.tokenizer is None and kept.written.tokens == report.written.tokens
+    assert f"[{report.written.steps[0][0].tokens[0]}]" in str(kept.tree(0)), "a token's text is its id then"
     figures = json.loads(json.dumps(report.as_dict()))
     assert figures["seconds"] == pytest.approx(report.seconds) and "written" not in figures
 
