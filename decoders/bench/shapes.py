@@ -14,8 +14,6 @@ from transformers.initialization import no_init_weights
 from ..errors import UnknownNameError
 from .workloads import Workload
 
-#: Number of random numbers, which are repeated to fill weights. It is a prime, so that no two rows of a matrix are equal.
-BLOCK = 4_194_301
 #: The note beside figures that were measured with random weights.
 RANDOM_WEIGHTS = (
     "Random weights: times and memory are those of the real model, how often drafts are accepted means nothing."
@@ -63,7 +61,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
         raise UnknownNameError("shape", name, SHAPES)
     # The ids are set to None, because some designs' configs have defaults.
     config = AutoConfig.for_model(**SHAPES[name], bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    with no_init_weights():  # drawing half a billion weights one by one takes ten seconds
+    with no_init_weights():  # `fill` draws them
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.tie_weights()
     model.generation_config = GenerationConfig(pad_token_id=0)
@@ -76,19 +74,11 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
 def fill(model: PreTrainedModel, seed: int) -> None:
     """Fills matrices with random numbers and biases with zeros; norms keep their initial scales."""
     generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(BLOCK, generator=generator).mul_(SCALE).to(model.dtype)
-    offset = 0
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            if name.endswith("bias"):
-                parameter.zero_()
-            continue
-        flat = parameter.view(-1)
-        filled = 0
-        while filled < len(flat):
-            count = min(BLOCK - offset, len(flat) - filled)
-            flat[filled : filled + count] = block[offset : offset + count]
-            filled, offset = filled + count, (offset + count) % BLOCK
+        if parameter.ndim >= 2:
+            parameter.normal_(std=SCALE, generator=generator)
+        elif name.endswith("bias"):
+            parameter.zero_()
 
 
 def random_workloads(vocabulary: int, lengths: list[int], rows: int = 1, count: int = 1) -> list[Workload]:
