@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -160,15 +161,9 @@ def demo(
         raise typer.Exit(1)
 
 
-def overview(records: list[Record]) -> Table:
+def overview(records: Sequence[Record]) -> Table:
     """The table of the demo: the speed of every strategy on every kind of prompt."""
-    from rich.text import Text
-
     from ..bench.tables import loops, speed_table
 
     kinds = {kind: [r for r in records if r.kind == kind] for kind in dict.fromkeys(r.kind for r in records)}
-    table = speed_table({f"{kind} prompt": of_kind for kind, of_kind in kinds.items()})
-    lines = [f"{kind} prompt{loops(of_kind)}" for kind, of_kind in kinds.items() if loops(of_kind)]
-    below = [table.caption] if isinstance(table.caption, Text) else []
-    table.caption, table.caption_justify = Text("\n").join([*map(Text, lines), *below]), "left"
-    return table
+    return speed_table({f"{kind} prompt{loops(of_kind)}": of_kind for kind, of_kind in kinds.items()})
