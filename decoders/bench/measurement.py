@@ -330,11 +330,6 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
 
 
-def calls(methods: int, workloads: int, repeats: int) -> int:
-    """The number of progress reports of :func:`measure` with `checks`: once per method in the warm-up, then in :func:`take_turns`."""
-    return methods * (1 + workloads * (1 + repeats))
-
-
 def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
     device, peak = entry.method.model.device, None
     first, stamps = stamped(entry.method, workload, new_tokens, decode)

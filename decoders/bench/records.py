@@ -67,7 +67,6 @@ class Record:
         random_weights: whether the model has random weights (:mod:`~decoders.bench.shapes`); then acceptance means nothing.
         scaled: ``cost-scaled to 0.49B`` if a small model was padded to this size, else "".
         engine: name of another engine; "" for transformers and for our strategies.
-        weights: number format of the other engine's matrices.
         prompt_tokens: median number of tokens of the prompts.
         prefill: seconds of the prefill.
         compiled_share: share of the steps that ran compiled.
@@ -113,7 +112,6 @@ class Record:
     random_weights: bool = False
     scaled: str = ""
     engine: str = ""
-    weights: str = ""
     prompt_tokens: float | None = None
     prefill: Spread | None = None
     compiled_share: float | None = None
@@ -171,8 +169,7 @@ def summarise(
             record.temperature = method.sampling.temperature if method.sampling is not None else 0.0
             record.model, record.random_weights = model, random_weights
             record.scaled = getattr(method.model.config, "cost_scaled", "")
-            record.engine = str(method.settings.get("engine", "")) if method.weights else ""
-            record.weights = method.weights
+            record.engine = str(method.settings["engine"]) if method.engine is not None else ""
             records.append(record)
     return records
 

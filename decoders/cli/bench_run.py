@@ -358,14 +358,13 @@ class Run:
                     share = plan.seconds / len(plan.subjects)
                     seconds = max(share - (time.monotonic() - began), 0.0) / (runs - number)
                 drawing = [replace(method, sampling=sampling) for method in methods]
-                total = bench.calls(len(methods), len(group), plan.repeats) - len(methods) * len(group) * (
-                    plan.suite is not None
-                )
+                checks = plan.suite is None and seconds is None
+                total = len(methods) * (1 + len(group) * (plan.repeats + checks))
                 try:
                     with progress_bar(self.console, total) as advance:
                         entries = bench.measure(
                             drawing, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
-                            first_tokens=plan.suite is None, checks=plan.suite is None, seconds=seconds, measured=measured,
+                            first_tokens=plan.suite is None, checks=checks, seconds=seconds, measured=measured,
                         )  # fmt: skip
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True

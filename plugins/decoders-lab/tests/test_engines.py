@@ -70,7 +70,9 @@ def test_llama_cpp_writes_the_tokens_of_the_same_weights(tokenizer: Any, tmp_pat
     records = compared(names, tokenizer, tmp_path, draft=llama(seed=1))
     for name in names:
         record = records[name]
-        assert record.status == "ok" and record.engine == "llama.cpp" and record.weights == "f32", record.reason
+        assert record.status == "ok" and record.engine == "llama.cpp" and record.settings["weights"] == "f32", (
+            record.reason
+        )
         assert record.identical, record.difference
 
 
