@@ -60,13 +60,10 @@ def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
     return sum(check.accepted_length * check.steps for check in checks) / steps if steps else None
 
 
-def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Draft passes per step: the median over the timed calls, or, if they report none, over the untimed calls; None if neither does."""
-    for calls in (samples, checks):
-        passes = [call.draft_passes / call.steps for call in calls if call.draft_passes is not None and call.steps]
-        if passes:
-            return median(passes)
-    return None
+def passes_per_step(checks: Sequence[Check]) -> float | None:
+    """Draft passes per step: the median over the untimed calls; None without draft models."""
+    passes = [check.draft_passes / check.steps for check in checks if check.draft_passes is not None and check.steps]
+    return median(passes) if passes else None
 
 
 def looping(rows: Sequence[Sequence[int]]) -> float | None:

@@ -18,7 +18,6 @@ import torch
 
 from ..enabling import forget as forget_memories
 from ..errors import DecodersError
-from ..report import Report
 from .machine import has_own_memory
 from .methods import Method
 from .timed_call import Decode, Stamps, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
@@ -47,7 +46,6 @@ class Measurement:
         compilations: number of graphs compiled.
         new_tokens: number of new tokens in all rows.
         first_token: seconds from the start of a call to its first token, measured in a separate call that ends with this token.
-        draft_passes: number of forward passes of the draft models that the strategy itself calls; None without draft models.
         prompt_tokens: number of prompt tokens in the longest row.
         compiled_share: share of the steps that ran compiled.
     """
@@ -70,7 +68,6 @@ class Measurement:
     host: float | None = None
     overhead: float | None = None
     accepted_lengths: list[int] | None = None
-    draft_passes: int | None = None
     prompt_tokens: int | None = None
     compiled_share: float | None = None
     waiting: float = 0.0
@@ -107,7 +104,8 @@ class Check:
         tokens: new tokens of each row.
         steps: number of forward passes of the target that commit tokens.
         accepted_length: mean number of tokens per row and step.
-        draft_passes: number of forward passes of the draft model; None without a draft model.
+        draft_passes: number of forward passes of the draft models that the strategy itself calls, or of transformers' assistant;
+            None without draft models.
     """
 
     tokens: list[list[int]]
@@ -361,7 +359,8 @@ def _call(
         call = decode(method, workload, new_tokens, stamps)
     tokens = written(method, workload, call.sequences)
     if (report := call.report) is not None:
-        entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
+        passes = sum(stage.passes for stage in report.stages) if report.stages else None
+        entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, passes)
     else:
         steps = call.steps or (len(stamps.times) if stamps is not None and stamps.times else max(map(len, tokens)))
         length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
@@ -388,18 +387,12 @@ def _sample(
         parts |= dict(
             steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill, propose=t.propose, mask=t.mask,
             core=t.core, observe=t.observe, host=t.host, overhead=report.overhead,
-            accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report),
-            compiled_share=compiled_share(report), waiting=report.waiting,
+            accepted_lengths=report.accepted_lengths, compiled_share=compiled_share(report), waiting=report.waiting,
         )  # fmt: skip
     sample = Measurement(
         workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts
     )
     entry.samples.append(sample)
-
-
-def draft_passes(report: Report) -> int | None:
-    """Number of forward passes of the draft models that the strategy itself calls; None if there are no draft models."""
-    return sum(stage.passes for stage in report.stages) if report.stages else None
 
 
 def _first_line(error: Exception) -> str:

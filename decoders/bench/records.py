@@ -213,7 +213,7 @@ def _record(
     record.compiled_share = sum(share * n for share, n in steps) / sum(n for _, n in steps) if steps else None
     checks = [entry.checks[name] for name in names]
     record.accepted_length = accepted_length(record.samples, checks)
-    record.draft_passes = passes_per_step(record.samples, checks)
+    record.draft_passes = passes_per_step(checks)
     record.looping = looping([row for check in checks for row in check.tokens])
     record.step_ms = step_times(record.samples, {name: entry.checks[name].steps for name in names})
     overheads = [s.overhead for s in record.samples if s.overhead is not None]
