@@ -91,15 +91,10 @@ class Advice:
         """The conditions of the measurement: prompts, number format, machine."""
         some = f"{self.prompts} of {self.given} prompts (more with more seconds)"
         of = some if self.prompts < self.given else amount(self.prompts, "prompt")
-        shown: dict[str, Callable[[Any], str]] = {
-            "cpu": str,
-            "threads": lambda number: amount(number, "thread"),
-            "device": "device {}".format,
-        }
-        machine = [text(self.machine[name]) for name, text in shown.items() if name in self.machine]
         texts = f"{of}, {self.new_tokens} new tokens each, weights in {self.verdict.dtype}"
         texts += "" if any(record.compiled_share for record in self.records) else ", uncompiled"
-        return "; ".join([texts, *([", ".join(machine)] if machine else []), f"{self.seconds:.0f} s"])
+        where = [machine.line(self.machine)] if self.machine else []
+        return "; ".join([texts, *where, f"{self.seconds:.0f} s"])
 
     @property
     def code(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ..errors import amount
 from ..report.surroundings import processor_name
 
 
@@ -32,6 +34,11 @@ def facts(device: torch.device) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "decoders": __version__,
     }
+
+
+def line(facts: Mapping[str, Any]) -> str:
+    """Processor, threads and device from :func:`facts`, as a text."""
+    return f"{facts['cpu']}, {amount(facts['threads'], 'thread')}, device {facts['device']}"
 
 
 def has_own_memory(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.files import write_whole
-from ..errors import SettingsError, amount
+from ..errors import SettingsError
 from .console import plain_console
 
 if TYPE_CHECKING:
@@ -191,12 +191,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def footnote(machine: dict[str, Any]) -> str:
-    """A line about the machine and the versions of the libraries. machine: from :func:`decoders.bench.machine.facts`."""
+def footnote(facts: dict[str, Any]) -> str:
+    """A line about the machine and the versions of the libraries. facts: from :func:`decoders.bench.machine.facts`."""
+    from ..bench.machine import line
+
     return (
-        f"{machine['cpu']}, {amount(machine['threads'], 'thread')}, device {machine['device']}, "
-        f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}"
+        f"{line(facts)}, copy bandwidth {facts['copy_bandwidth'] / 1e9:.1f} GB/s; "
+        f"torch {facts['torch']}, transformers {facts['transformers']}, decoders {facts['decoders']}"
     )
 
 

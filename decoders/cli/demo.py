@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import SettingsError, UnsupportedError, amount
+from ..errors import SettingsError, UnsupportedError
 from .console import plain_console, waiting
 from .models import DEMO, Device, ModelName, Threads
 
@@ -150,9 +150,7 @@ def demo(
         console.print(overview(records))
         for warning in filter(None, (noise(records), busy)):
             console.print(warning, style="yellow")
-        console.print(
-            f"{facts['cpu']}, {amount(facts['threads'], 'thread')}, device {facts['device']}, {dtype}", style="dim"
-        )
+        console.print(f"{machine.line(facts)}, {dtype}", style="dim")
         if different and dtype != "float32":
             console.print(f"{different[0].method}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
         console.print("decoders bench measures all strategies, with settings of your choice.")

@@ -124,8 +124,8 @@ def test_figures_have_what_they_are_of_beside_them_and_a_condition_where_the_mac
         "2 of 3 prompts (more with more seconds), 16 new tokens each, weights in bfloat16, uncompiled; Some CPU, 2 threads, "
         "device cpu; 60 s"
     )
-    one = replace(quiet, prompts=1, given=1, machine={"threads": 1})
-    assert one.measured == "1 prompt, 16 new tokens each, weights in bfloat16, uncompiled; 1 thread; 60 s"
+    one = replace(quiet, prompts=1, given=1, machine={})
+    assert one.measured == "1 prompt, 16 new tokens each, weights in bfloat16, uncompiled; 60 s"
     too_busy = replace(one, records=(SimpleNamespace(compiled_share=None), SimpleNamespace(compiled_share=1.0)))
     assert "uncompiled" not in too_busy.measured  # compiled steps were measured, and not compared
     lines = str(replace(quiet, busy="Busy: others run.")).splitlines()
