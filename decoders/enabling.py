@@ -14,6 +14,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from .constraints import Backend, Vocabulary
+from .costs import CostCurve
 from .engine.decode.engine import MemoryKey
 from .errors import SettingsError, UnsupportedError, keywords_named
 from .hf.arguments import refuse_arguments, refuse_misspelt
@@ -30,6 +31,8 @@ from .hf.ready import (
     check_seconds,
     check_sizes,
     graphs_compiled,
+    measured_curve,
+    runtime_of,
     warm,
 )
 from .hf.tokenizers import check_tokenizer
@@ -38,7 +41,7 @@ from .strategy import Strategy
 
 __all__ = [
     "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "StrategyCost", "TokenPenalties", "Warmup",
-    "WarmupPart", "calibrate", "check_arguments", "check_seconds", "compiles_grammars_with", "disable", "enable",
+    "WarmupPart", "calibrate", "check_arguments", "check_seconds", "compiles_grammars_with", "cost_curve", "disable", "enable",
     "enabled", "forget", "graphs_compiled", "memories", "refuse_misspelt", "release", "remember", "tokenizer_of", "warmup",
 ]  # fmt: skip
 
@@ -340,3 +343,24 @@ def _check_options(
     refuse_misspelt(options, function)
     for strategy in strategies:
         check_arguments(model, options | {"strategy": strategy})
+
+
+def cost_curve(
+    model: PreTrainedModel, rows: Sequence[int], contexts: Sequence[int], seconds: float = 10.0, **options: Any
+) -> CostCurve:
+    """Enables `model`, measures the step sizes that its stored cost curve lacks, and returns the curve.
+
+    This takes only seconds: it measures fewer step sizes than :func:`calibrate`, and no strategies.
+
+    Args:
+        rows: batch sizes.
+        contexts: numbers of tokens per row that attention looks back at.
+        seconds: time limit. Sizes that are left when the limit is reached are not measured.
+        options: arguments of ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
+
+    Raises:
+        UnsupportedError: the model cannot be decoded.
+        SettingsError: a setting is wrong.
+    """
+    generate = enabled(model)
+    return measured_curve(generate, runtime_of(generate, options), rows, contexts, seconds)

@@ -155,7 +155,7 @@ def api() -> Iterator[str]:
     yield from section("decoders.common.transformers_compat", {n: getattr(transformers_compat, n) for n in names})
     yield from section("decoders.costs", {n: getattr(costs, n) for n in costs.__all__})
     names = (
-        "tokenizer_of", "compiles_grammars_with", "check_seconds", "graphs_compiled", "OwnDefaults", "TokenPenalties",
+        "tokenizer_of", "compiles_grammars_with", "check_seconds", "cost_curve", "graphs_compiled", "OwnDefaults", "TokenPenalties",
     )  # fmt: skip
     yield from section(
         "decoders.enabling", {n: getattr(enabling, n) for n in names}, body(enabling, "decoders.enabling")

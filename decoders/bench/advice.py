@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..enabling import check_seconds, enable, tokenizer_of
+from ..costs import CostCurve
+from ..enabling import check_seconds, cost_curve, enable, tokenizer_of
 from ..errors import SettingsError, amount, keywords_named
 from ..prompts.reading import Content, read_prompts
 from . import machine
@@ -47,6 +49,25 @@ ABOUT = 0.9
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
 #: Seconds reserved for compiling, which takes one to three minutes on two cores. With less than twice this time, nothing is compiled.
 COMPILING = 60.0
+#: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
+DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
+#: Hypothetical heads: nodes of their tree, tokens per step, and their time relative to a step of the target.
+HEADS_NODES, HEADS_TOKENS, HEADS_TIME = 24, 2.5, 0.1
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """An estimate of the speed with a draft model or with heads.
+
+    Attributes:
+        what: the drafter: "A draft model" or "Heads (medusa, eagle3)".
+        ratio: estimated ratio to transformers' tokens/s, from the measured costs of steps and the assumptions.
+        supposed: the assumptions, as a text.
+    """
+
+    what: str
+    ratio: float
+    supposed: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,7 @@ class Advice:
         verdict: the recommended method, its speed, and the recommendation in a sentence.
         compiling: tokens/s of compiled steps divided by tokens/s of uncompiled steps. None if only uncompiled steps were measured;
             the verdict is then about uncompiled steps.
+        outlooks: estimates for a draft model and heads.
         seconds: duration of the measurement.
         new_tokens, prompts: number of new tokens of each text, and number of measured prompts.
         records: the measurements, uncompiled and compiled.
@@ -68,6 +90,7 @@ class Advice:
 
     verdict: Verdict
     compiling: float | None
+    outlooks: tuple[Outlook, ...]
     seconds: float
     new_tokens: int
     prompts: int
@@ -103,12 +126,18 @@ class Advice:
 
     @property
     def lines(self) -> list[str]:
-        """One sentence for each further possibility: compiling, number formats."""
+        """One sentence for each further possibility: compiling, number formats, a draft model, heads."""
+        now = self.verdict.ratio.median if self.verdict.ratio is not None else 1.0
         result = []
         if self.compiling is not None:
             result.append(
                 f"Compiled, as it will be after some use; that has {times(self.compiling)} times the uncompiled speed."
             )
+        for outlook in self.outlooks:
+            less = "less than this has" if outlook.ratio < ABOUT * now else "about what this has"
+            worth = "worth a try" if outlook.ratio > 1.1 * now else less
+            speed = f"{times(outlook.ratio)} times transformers' tokens/s"
+            result.append(f"{outlook.what} would have {speed}, {worth} (estimated for {outlook.supposed}).")
         for name, gain in self.weights.items():
             text = "and the same text" if name == NARROW else "and other texts: compare them"
             worth = text if gain > GAIN else "so nothing is gained"
@@ -121,7 +150,7 @@ class Advice:
         """The advice as JSON-safe data."""
         return {
             "verdict": self.verdict.as_dict(), "code": self.code, "compiling": self.compiling,
-            "seconds": self.seconds,
+            "outlooks": [asdict(outlook) for outlook in self.outlooks], "seconds": self.seconds,
             "new_tokens": self.new_tokens, "prompts": self.prompts, "given": self.given, "busy": self.busy,
             "machine": self.machine, "weights": self.weights,
             "records": [record.as_dict() for record in self.records],
@@ -230,8 +259,11 @@ def advise(
         if all(speeds):
             weights[name] = speeds[0] / speeds[1]
         uncompiled += [r for r in tried if r.method == packed[0].name]
-    records, gain = list(uncompiled), None
-    if compile and fits(0, begin + seconds, COMPILING):
+    records, outlooks, gain = list(uncompiled), list[Outlook](), None
+    context = int(median(workload.input_ids.shape[1] for workload in chosen)) + new_tokens
+    compiled = list[Record]()
+    compiling = compile and fits(0, begin + seconds, COMPILING)
+    if compiling:
         best = {verdict.method or AUTO, AUTO, PLAIN}
         again = [method for method in methods if not method.ours or method.name in best]
         again = [replace(m, arguments=_compiled(m.arguments)) if m.ours else m for m in again]
@@ -241,16 +273,20 @@ def advise(
             (verdict,) = of_compiled
             speeds = [_speed(of_tier, verdict.method or PLAIN) for of_tier in (uncompiled, compiled)]
             gain = speeds[1] / speeds[0] if all(speeds) else None
+    if assistant_model is None and fits(0, begin + seconds):
+        told("what steps of several nodes cost")
+        curve = cost_curve(model, [1], [context], 0.05 * seconds, decoders_config={"compile": compiling})
+        if plain := _speed(compiled if compiling else uncompiled, PLAIN):
+            outlooks += _outlooks(curve, context, compiling, plain)
     records, busy = comparable(records)
-    if busy and all(
-        r.ratio is None for r in records
-    ):  # on a busy machine the order of methods may be right, but ratios are not
+    if busy and all(r.ratio is None for r in records):  # the order of methods may be right, but ratios are not
         name = verdict.method or "transformers' own generate"
         text = f"{name} was the fastest, but no speed is compared here. {busy}"
-        verdict, gain, busy = replace(verdict, text=text, ratio=None, by_kind={}), None, ""
+        verdict, gain, outlooks, busy = replace(verdict, text=text, ratio=None, by_kind={}), None, [], ""
     return Advice(
         verdict,
         gain,
+        tuple(outlooks),
         time.monotonic() - begin,
         new_tokens,
         len(chosen),
@@ -315,3 +351,25 @@ def _speed(records: Sequence[Record], method: str) -> float:
 def _failed(records: Sequence[Record]) -> Verdict:
     reasons = "; ".join(dict.fromkeys(r.reason for r in records if r.reason))
     return Verdict("", records[0].dtype, records[0].batch, "", f"No strategy decodes this model: {reasons}")
+
+
+def _outlooks(curve: CostCurve, context: int, compiled: bool, plain: float) -> list[Outlook]:
+    """Estimates for a draft model and for heads, from the costs of steps. plain: plain decoding's speed relative to transformers'."""
+
+    def step(nodes: int) -> float:
+        return curve.seconds(nodes, 1, context, compiled) / curve.seconds(1, 1, context, compiled)
+
+    def drafted(length: int) -> float:
+        tokens = (1 - DRAFT_RIGHT ** (length + 1)) / (1 - DRAFT_RIGHT)
+        return tokens / (step(length + 1) + length * DRAFT_SIZE)
+
+    return [
+        Outlook(
+            "A draft model", plain * max(map(drafted, range(1, 9))),
+            f"one of a {round(1 / DRAFT_SIZE)}th of the time that is right {DRAFT_RIGHT:.0%} of the time",
+        ),
+        Outlook(
+            "Heads (medusa, eagle3)", plain * HEADS_TOKENS / (step(HEADS_NODES + 1) + HEADS_TIME),
+            f"{HEADS_TOKENS} tokens a step of {HEADS_NODES} draft tokens",
+        ),
+    ]  # fmt: skip

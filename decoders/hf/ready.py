@@ -76,7 +76,7 @@ def warm(
     for strategy in resolved:
         if strategy.needs_assistant and assistant_model is None:
             raise UnsupportedError(f"strategy {strategy.name!r} needs assistant_model=")
-    runtime, started = _runtime_of(generate, options), time.perf_counter()
+    runtime, started = runtime_of(generate, options), time.perf_counter()
     engine = generate.engine(runtime)
     making = sum(engine.prepared_since(started))
     if runtime.compile == "auto":  # if passes are compiled at all, they are compiled at once, not in the background
@@ -154,25 +154,25 @@ def calibrate_model(
     """Measures cost curves of the model and the draft model, and the costs of strategies; see :func:`decoders.calibrate`."""
     check_sizes("contexts", contexts)
     check_seconds(seconds)
-    runtime = _runtime_of(generate, options)
+    runtime = runtime_of(generate, options)
     folder = runtime.cost_cache or default_folder()
-    curve, assistant = _measured_curve(generate, runtime, rows, contexts, seconds), None
+    curve, assistant = measured_curve(generate, runtime, rows, contexts, seconds, anew=True), None
     if assistant_model is not None:
         formats = {"weights": draft_scheme(runtime) or "keep", "kv_cache": "keep"}
         draft, runtime = Generate(assistant_model, generate.tokenizer, None), runtime.model_copy(update=formats)
-        assistant = _measured_curve(draft, runtime, rows[:1], contexts[:1], seconds)
+        assistant = measured_curve(draft, runtime, rows[:1], contexts[:1], seconds, anew=True)
     strategies = _strategy_costs(generate, assistant_model, options)
     return Calibration(curve, assistant, strategies, path_of(folder, curve.subject))
 
 
-def _measured_curve(
-    generate: Generate, runtime: RuntimeSettings, rows: Sequence[int], contexts: Sequence[int], seconds: float
-) -> CostCurve:
-    """The cost curve of a model, measured anew at these numbers of rows and context lengths."""
+def measured_curve(
+    generate: Generate, runtime: RuntimeSettings, rows: Sequence[int], contexts: Sequence[int], seconds: float, anew: bool = False,
+) -> CostCurve:  # fmt: skip
+    """The cost curve of a model, measured at these numbers of rows and context lengths. anew: measures known points again."""
     engine = generate.engine(runtime)
     with engine.lock, engine.active():
         folder = runtime.cost_cache or default_folder()
-        return engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew=True)
+        return engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew)
 
 
 def _strategy_costs(
@@ -199,7 +199,7 @@ def _strategy_costs(
     return tuple(costs)
 
 
-def _runtime_of(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
+def runtime_of(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:
     """The loop's settings in a call with `options`."""
     given = dict(options.get("decoders_config") or {})
     enabled, sections = generate.defaults.runtime, registry().strategies()

@@ -1,4 +1,4 @@
-"""``decoders.advise`` tries strategies on a few prompts, and says what else would help."""
+"""``decoders.advise`` tries strategies on a few prompts, and reckons what else would help from what steps cost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 import decoders
 from decoders import bench
 from decoders.bench import advice, measurement, records
-from decoders.bench.advice import Advice
+from decoders.bench.advice import Advice, Outlook
 from decoders.bench.figures import Spread
 from decoders.bench.verdict import Verdict
 from decoders.cli import app
+from decoders.costs import CostCurve, CostPoint, Subject
 from decoders.errors import SettingsError
 
 from .conftest import TEXTS
@@ -47,6 +48,7 @@ def test_it_says_what_to_use_and_how_fast_that_is(
     assert {r.method for r in advised.records} == methods and all(r.identical for r in advised.records)
     assert advised.verdict.method in {"", *methods} and advised.verdict.text in str(advised)
     assert 1 <= advised.prompts <= 2 and advice.FEWEST <= advised.new_tokens <= advice.MOST
+    assert advised.outlooks == (), "a draft model was tried"
     assert told[0] == "one short text" and any("round 1" in what for what in told)
     json.dumps(advised.as_dict(), default=str)
 
@@ -92,6 +94,12 @@ def test_compiled_steps_are_measured_on_the_best_of_them(
     assert any(line.startswith("Compiled") for line in advised.lines)
 
 
+@pytest.mark.usefixtures("short")
+def test_without_a_draft_model_it_is_reckoned_what_one_would_bring(model: Any, tokenizer: Any) -> None:
+    advised = decoders.advise(model, ["one two"], tokenizer=tokenizer, seconds=10, compile=False)
+    assert [outlook.what for outlook in advised.outlooks] == ["A draft model", "Heads (medusa, eagle3)"]
+
+
 @pytest.mark.parametrize(("dtype", "narrow"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
 def test_16_bit_weights_are_tried_where_they_would_copy_any(dtype: torch.dtype, narrow: bool) -> None:
     layer = torch.nn.Linear(8, 8).to(dtype)
@@ -99,19 +107,43 @@ def test_16_bit_weights_are_tried_where_they_would_copy_any(dtype: torch.dtype, 
     assert advice._has_narrow_weights(layer.float()) == narrow  # type: ignore[arg-type]
 
 
+def curve(*milliseconds: tuple[int, float]) -> CostCurve:
+    subject = Subject(model="m", dtype="d", quantization="", device="c", threads=1, attention="sdpa", torch="2")
+    points = [CostPoint(rows=1, context=64, nodes=n, compiled=False, seconds=ms / 1e3) for n, ms in milliseconds]
+    return CostCurve(subject=subject, points=tuple(points))
+
+
+@pytest.mark.parametrize(
+    ("costs", "draft", "heads"),
+    [
+        # Nodes cost nothing: eight draft tokens, 3.2 tokens in 1.8 steps; 2.5 tokens in 1.1.
+        (curve((1, 10), (32, 10)), 1.0 * (1 - 0.7**5) / 0.3 / 1.4, 2.5 / 1.1),
+        # Each node is as long as a step: one draft token, 1.7 tokens in 2.1 steps.
+        (curve((1, 10), (32, 320)), 1.7 / 2.1, 2.5 / 25.1),
+    ],
+)
+def test_drafts_are_worth_what_steps_of_more_nodes_allow(costs: CostCurve, draft: float, heads: float) -> None:
+    ratios = [outlook.ratio for outlook in advice._outlooks(costs, 64, False, plain=2.0)]
+    assert ratios == [pytest.approx(2 * draft, rel=0.02), pytest.approx(2 * heads, rel=0.01)]
+
+
 def test_what_would_help_is_told_from_what_would_not() -> None:
     verdict = Verdict("", "float32", 1, "auto", "Use auto.", ratio=Spread.of([2.0]), arguments={"strategy": "auto"})
-    advised = Advice(verdict, 1.31, 60.0, 64, 2, ())
+    advised = Advice(
+        verdict, 1.31, (Outlook("A draft model", 3.1, "one"), Outlook("Heads", 2.1, "some")), 60.0, 64, 2, ()
+    )
     assert str(advised).splitlines()[:-1] == [
         "Use auto.", '    model.generate(**inputs, strategy="auto")',
         "Compiled, as it will be after some use; that has 1.3 times the uncompiled speed.",
+        "A draft model would have 3.1 times transformers' tokens/s, worth a try (estimated for one).",
+        "Heads would have 2.1 times transformers' tokens/s, about what this has (estimated for some).",
     ]  # fmt: skip
 
 
 def test_figures_have_what_they_are_of_beside_them_and_a_condition_where_the_machine_was_busy() -> None:
     verdict = Verdict("", "bfloat16", 1, "auto", "Use auto: 5.5 times.", arguments={"strategy": "auto"})
     quiet = Advice(
-        verdict, None, 60.0, 16, 2, (), given=3, machine={"cpu": "Some CPU", "threads": 2, "device": "cpu"},
+        verdict, None, (), 60.0, 16, 2, (), given=3, machine={"cpu": "Some CPU", "threads": 2, "device": "cpu"},
         weights={"int8": 1.4, "int4": 1.01},
     )  # fmt: skip
     lines = str(quiet).splitlines()
@@ -205,6 +237,7 @@ def test_the_command_prints_it_and_writes_json() -> None:
         "verdict",
         "code",
         "compiling",
+        "outlooks",
         "seconds",
         "new_tokens",
         "prompts",

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from decoders.bench.advice import Advice
+from decoders.bench.advice import Advice, Outlook
 from decoders.bench.figures import Spread, StepTimes
 from decoders.bench.load import LoadResult
 from decoders.bench.measurement import Measurement
@@ -94,11 +94,12 @@ def print_suite(console: Console) -> None:
 def print_advice(console: Console) -> None:
     measured = [r for r in records(("copy", "code")) if r.status == "ok"]
     compiled = [replace(r, compiled_share=1.0) for r in measured if r.method in ("transformers", "auto")]
+    outlooks = (Outlook("A draft model", 2.6, "one of a 10th of the time that is right 70% of the time"),)
     (verdict,) = verdicts(compiled)
     uncompiled = [replace(r, compiled_share=0.0) for r in measured]
     machine = {"cpu": "Some CPU", "threads": 2, "device": "cpu"}
     every, weights = (*uncompiled, *compiled), {"int8": 1.4}
-    print_of(Advice(verdict, 1.24, 87.3, 64, 2, every, "", 3, machine, weights), console)
+    print_of(Advice(verdict, 1.24, outlooks, 87.3, 64, 2, every, "", 3, machine, weights), console)
 
 
 def print_calibration(console: Console) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import decoders
 from decoders.bench.synthetic import Synthetic
 from decoders.constraints import FunctionCalls, Lark, ThinkingMarkers, compiled
-from decoders.enabling import compiles_grammars_with, graphs_compiled, tokenizer_of
+from decoders.enabling import compiles_grammars_with, cost_curve, graphs_compiled, tokenizer_of
 from decoders.errors import UnknownNameError
 from decoders.prompts.reading import encode, read_prompts
 from decoders.prompts.templates import ChatStyle
@@ -123,9 +123,17 @@ def test_what_a_lenient_grammar_leaves_out_is_told_apart_from_other_warnings(
     assert isinstance(decoders.grammar('start: "a"'), Lark)
 
 
-def test_a_bench_measures_what_a_drafter_would_bring(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
-    (model, _), graphs = loaded, graphs_compiled()
-    assert processor_name(model.device) and 0.0 <= busy_share(0.01) <= 1.0
+def test_a_bench_measures_what_steps_cost_and_what_a_drafter_would_bring(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    model, _ = loaded
+    settings, graphs = EAGER | {"cost_cache": tmp_path}, graphs_compiled()
+    curve = cost_curve(model, [1], [32], 0.5, decoders_config=settings)
+    assert (
+        curve.points and curve.subject.device.startswith(processor_name(model.device)) and graphs_compiled() == graphs
+    )
+    assert cost_curve(model, [1], [32], 0.5, decoders_config=settings) == curve, "it was stored"
+    assert 0.0 <= busy_share(0.01) <= 1.0
     drafter, ids = Synthetic.of("1,1,1"), torch.tensor([[5, 6, 7, 8]])
     call: dict[str, Any] = dict(
         attention_mask=torch.ones_like(ids),
@@ -138,7 +146,6 @@ def test_a_bench_measures_what_a_drafter_would_bring(loaded: tuple[PreTrainedMod
     drafter.learn(ids[0].tolist(), plain.sequences[0, 4:].tolist())
     drafted = model.generate(ids, strategy=drafter, **call)  # type: ignore[operator]
     assert torch.equal(drafted.sequences, plain.sequences) and drafted.report.acceptance_rate == 1.0
-    assert graphs_compiled() == graphs
 
 
 def test_a_busy_machine_shows_with_one_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
