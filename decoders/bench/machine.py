@@ -1,13 +1,19 @@
-"""What a measurement runs on: processor, versions of software, the speed of the device's memory."""
+"""What a measurement runs on: processor, versions of software, the speed of the device's memory; and the memory in use.
+
+The resident memory of this process comes from psutil (``pip install 'hf-decoders[bench]'``) on Linux, macOS and Windows; without
+psutil it is None. The peak is read from /proc, because psutil reports only the peak of the process's whole life.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -16,9 +22,14 @@ from transformers import PreTrainedModel
 from ..errors import amount
 from ..report.surroundings import processor_name
 
+T = TypeVar("T")
+
+# Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """JSON-safe facts: processor, threads, device, versions."""
+    """JSON-safe facts: processor, threads, device, versions, whether the memory that a method adds can be measured."""
     from ..common.version import __version__
 
     return {
@@ -33,6 +44,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
         "transformers": transformers.__version__,
         "decoders": __version__,
+        "memory": resident() is not None,
     }
 
 
@@ -80,3 +92,32 @@ def weight_bytes(model: PreTrainedModel) -> int:
     if embedding is not None and (head is None or head.weight is not embedding.weight):
         looked_up = embedding.weight
     return sum(p.numel() * p.element_size() for p in model.parameters() if p is not looked_up)
+
+
+def with_peak_memory(device: torch.device, work: Callable[[], T]) -> tuple[T, int | None]:
+    """What `work` returns, and the peak memory during it in bytes: of the allocator of CUDA or XPU, otherwise the resident set of the
+    whole process, other models included. The peak is None if the system does not report it.
+    """
+    if has_own_memory(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+        return work(), torch.accelerator.max_memory_allocated(device)
+    try:
+        _RESET.write_text("5")
+    except OSError:
+        return work(), None
+    result = work()
+    line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
+    return result, int(line.split()[1]) * 1024 if line else None
+
+
+def resident() -> int | None:
+    """The present resident memory of this process in bytes; None without psutil.
+
+    It includes freed pages that were not returned to the system, since no other process can use them.
+    """
+    try:
+        import psutil
+    except ImportError:
+        return None
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from ..enabling import forget as forget_memories
 from ..errors import DecodersError
-from .machine import has_own_memory
+from .machine import has_own_memory, resident, with_peak_memory
 from .methods import Method
 from .timed_call import Decode, Stamps, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .workloads import Workload
@@ -82,9 +80,11 @@ class WarmupCost:
         compile_seconds: seconds spent on compiling in the first call.
         compilations: number of graphs compiled in the first call.
         second_compilations: number of graphs compiled in the second call.
-        peak_memory: peak of the device's allocator in the second call, in bytes; on CPUs None.
-        cache_bytes: size of the loop's KV cache; None for transformers, and with `peak_memory`.
+        peak_memory: peak of the device's allocator, on CPUs of the process, in the second call, in bytes; None if the system does not
+            report it.
+        cache_bytes: size of the loop's KV cache, on CPUs; None for transformers.
         first_token: seconds from the start of the first call to its first token, compilation included.
+        memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
     """
 
     first_call: float
@@ -94,6 +94,7 @@ class WarmupCost:
     peak_memory: int | None
     cache_bytes: int | None
     first_token: float | None = None
+    memory_added: int | None = None
 
 
 @dataclass(frozen=True)
@@ -329,21 +330,18 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
 
 
 def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
-    device, peak = entry.method.model.device, None
+    device, before = entry.method.model.device, resident()
     first, stamps = stamped(entry.method, workload, new_tokens, decode)
-    if has_own_memory(device):
-        torch.accelerator.reset_peak_memory_stats(device)
-    second = decode(entry.method, workload, new_tokens)
-    if has_own_memory(device):
-        peak = torch.accelerator.max_memory_allocated(device)
+    second, peak = with_peak_memory(device, lambda: decode(entry.method, workload, new_tokens))
     # transformers does not report its compile time. If it compiled, the additional seconds of the first call are taken instead.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)
-    cache = second.report.peak_memory if second.report is not None and peak is None else None
+    after = resident()
+    cache = None if second.report is None or has_own_memory(device) else second.report.peak_memory
     entry.warmup = WarmupCost(
-        first.seconds, compiling, first.compilations, second.compilations, peak, cache,
-        stamps["first_token"],
+        first.seconds, compiling, first.compilations, second.compilations, peak, cache, stamps["first_token"],
+        None if before is None or after is None else max(after - before, 0),
     )  # fmt: skip
 
 

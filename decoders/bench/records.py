@@ -71,6 +71,8 @@ class Record:
         prefill: seconds of the prefill.
         compiled_share: share of the steps that ran compiled.
         cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
+        memory_added: growth of the process's resident memory in the first two calls, in bytes. Memory that all methods share is
+            counted for the first method.
         temperature: temperature of the sampling; 0: greedy.
         bandwidth_fraction: bytes of the target's weights per second of the core (transformers: of the step), divided by the
             measured copy bandwidth. A value above 1 shows that weights stay in a cache.
@@ -116,6 +118,7 @@ class Record:
     prefill: Spread | None = None
     compiled_share: float | None = None
     cold_first_token: float | None = None
+    memory_added: int | None = None
     temperature: float = 0.0
 
     @property
@@ -224,7 +227,7 @@ def _record(
         record.compile_seconds, record.compilations = warmup.compile_seconds, warmup.compilations
         record.recompilations = warmup.second_compilations + sum(s.compilations for s in entry.samples)
         record.peak_memory, record.cache_bytes = warmup.peak_memory, warmup.cache_bytes
-        record.cold_first_token = warmup.first_token
+        record.cold_first_token, record.memory_added = warmup.first_token, warmup.memory_added
     record.weight_bytes = weight_bytes(method.model)
     if method.bits is not None:
         record.weight_bytes = int(record.weight_bytes * method.bits / 8 / method.model.dtype.itemsize)

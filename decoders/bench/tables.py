@@ -167,8 +167,9 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of first tokens, first calls, compiling and memory."""
-    columns = ("cold first token", "prefill", "first call", "compile", "graphs", "later", "compiled", "memory", "cache")
+    """A table of first tokens, first calls, compiling and memory. Memory that all methods share is counted for the first method."""
+    columns = ("cold first token", "prefill", "first call", "compile", "graphs", "later", "compiled",
+               "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)
     for r in records:
         if r.status == "ok":
@@ -176,7 +177,7 @@ def start_table(records: Sequence[Record], title: str = "") -> Table:
                 _name(r), shown(r.cold_first_token, ".2f", " s"), milliseconds(r.prefill),
                 shown(r.first_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
                 shown(r.compilations, "d"), shown(r.recompilations, "d"), shown(r.compiled_share, ".0%"),
-                size(r.peak_memory), size(r.cache_bytes),
+                size(r.peak_memory), size(r.memory_added), size(r.cache_bytes),
             )  # fmt: skip
     return table
 

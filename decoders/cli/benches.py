@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.files import write_whole
-from ..errors import SettingsError
+from ..errors import SettingsError, installing
 from .console import plain_console
 
 if TYPE_CHECKING:
@@ -195,9 +195,10 @@ def footnote(facts: dict[str, Any]) -> str:
     """A line about the machine and the versions of the libraries. facts: from :func:`decoders.bench.machine.facts`."""
     from ..bench.machine import line
 
+    missing = "" if facts["memory"] else f"; added memory not measured, it takes {installing('bench')}"
     return (
         f"{line(facts)}, copy bandwidth {facts['copy_bandwidth'] / 1e9:.1f} GB/s; "
-        f"torch {facts['torch']}, transformers {facts['transformers']}, decoders {facts['decoders']}"
+        f"torch {facts['torch']}, transformers {facts['transformers']}, decoders {facts['decoders']}{missing}"
     )
 
 

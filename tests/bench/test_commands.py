@@ -379,8 +379,9 @@ def test_bench_measures_shapes_with_random_prompts(monkeypatch: pytest.MonkeyPat
     ours = result["records"][2]
     assert ours["status"] == "ok", ours["reason"]
     assert ours["compiled_share"] == 0 and ours["prefill"]["median"] > 0 and ours["cold_first_token"] > 0
+    assert ours["memory_added"] >= 0
     text = " ".join(done.stderr.split())
-    for said in ("small · 8 random tokens · 1 row · bfloat16", "means nothing", "cold first"):
+    for said in ("small · 8 random tokens · 1 row · bfloat16", "means nothing", "cold first", "added"):
         assert said in text, said
 
 

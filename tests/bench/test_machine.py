@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from mmap import PAGESIZE, mmap
 from typing import Any
 
+import pytest
 import torch
 
-from decoders.bench.machine import copy_bandwidth, facts, weight_bytes
+from decoders.bench.machine import copy_bandwidth, facts, resident, weight_bytes, with_peak_memory
 from decoders.testing import tiny_model
 
 
@@ -30,3 +33,31 @@ def test_facts_are_json_safe_and_name_the_versions() -> None:
     found: dict[str, Any] = json.loads(json.dumps(facts(torch.device("cpu"))))
     assert {"date", "cpu", "threads", "device", "torch", "transformers", "decoders"} <= set(found)
     assert found["torch"] == torch.__version__
+
+
+def test_peak_memory_sees_what_was_freed_again() -> None:
+    def work(size: int) -> None:
+        with mmap(-1, size) as pages:  # not by malloc, which may have as much that was freed before
+            for begin in range(0, len(pages), PAGESIZE):
+                pages[begin] = 1
+
+    _, before = with_peak_memory(torch.device("cpu"), lambda: work(PAGESIZE))
+    _, peak = with_peak_memory(torch.device("cpu"), lambda: work(64 << 20))
+    if peak is not None:  # the system may tell nothing
+        assert before is not None and peak - before > 32 << 20
+
+
+def test_memory_of_the_process_grows_with_what_it_holds() -> None:
+    before = resident()
+    pages = mmap(-1, 64 << 20)
+    for begin in range(0, len(pages), PAGESIZE):
+        pages[begin] = 1
+    after = resident()
+    pages.close()
+    assert before is not None and after is not None and after - before > 32 << 20
+
+
+def test_without_psutil_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert resident() is None
+    assert not facts(torch.device("cpu"))["memory"]

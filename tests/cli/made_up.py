@@ -47,7 +47,7 @@ def record(method: str, kind: str, batch: int, factor: float) -> Record:
         tokens_per_second=Spread.of(speeds), ratio=Spread.of([value / 30 for value in speeds]),
         first_token=Spread.of([0.0213]), accepted_length=length, prompt_tokens=212, looping=0.07, first_call=2.31,
         compile_seconds=12.4 if ours else 0.0, compilations=3, recompilations=0, compiled_share=1.0,
-        peak_memory=1_300 << 20, cache_bytes=24 << 20, cold_first_token=1.27,
+        peak_memory=1_300 << 20, memory_added=210 << 20, cache_bytes=24 << 20, cold_first_token=1.27,
         prefill=Spread.of([0.0187]), step_ms=StepTimes(24.4, 0.31, 0.0, 22.9, 0.4, 0.79) if ours else StepTimes(33.3),
         overhead=0.048, bandwidth_fraction=0.71,
     )  # fmt: skip

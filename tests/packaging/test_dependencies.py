@@ -18,6 +18,7 @@ PACKAGE = ROOT / "decoders"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What each part of the package may import beyond the default dependencies, by the extra that brings it.
 EXTRAS = {
+    "bench": {"psutil"},
     "prompts": {"pyarrow", "jinja2"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},

@@ -7,7 +7,6 @@ no text ends early.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -20,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-import psutil
 import torch
 from transformers import PreTrainedModel
 
 import decoders
+from decoders.bench.machine import resident
 from decoders.bench.measurement import rotation
 from decoders.bench.methods import BASELINE, Method, Sampling, strategy_methods, transformers_methods
 from decoders.bench.shapes import SHAPES, build
@@ -239,12 +238,6 @@ class _Fresh:
                 "history": history, "question": self.job.question, "first_token": first_token,
                 "second_first_token": second_first_token, "ratio": second_first_token / first_token, "reused": reused,
             }  # fmt: skip
-
-
-def resident() -> int:
-    """The present resident memory of this process in bytes. It includes freed pages that were not returned to the system."""
-    gc.collect()
-    return int(psutil.Process().memory_info().rss)
 
 
 def of_report(call: TimedCall) -> dict[str, Any]:
