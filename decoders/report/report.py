@@ -7,9 +7,11 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import SettingsError, amount
+from ..errors import SettingsError, amount, installing
+from .drawing import draw
 from .figures import GrammarUse, Stage, Timings, mean_length
 from .written import Tree, Written, bars
 
@@ -246,6 +248,24 @@ class Report:
             raise SettingsError(f"there is no step {step} of row {row}: rows have {counts} steps, counted from 0")
         assert self.written is not None
         return self.written.tree(step, row)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draws tokens per step, accepted draft tokens and seconds by part with matplotlib (``pip install 'hf-decoders[bench]'``).
+
+        Returns matplotlib's ``Figure``, which notebooks show; writes it to the picture file `path`, if given.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure  # without pyplot, which would open a display
+        except ImportError as error:
+            raise ImportError(f"report.plot() needs matplotlib: {installing('bench')}") from error
+        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        draw(self, *figure.subplots(1, 3, width_ratios=(3, 2, 3)))
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
 
 def seconds_line(timings: Timings) -> str:

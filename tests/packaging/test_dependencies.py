@@ -18,8 +18,9 @@ PACKAGE = ROOT / "decoders"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What each part of the package may import beyond the default dependencies, by the extra that brings it.
 EXTRAS = {
-    "bench": {"psutil"},
+    "bench": {"psutil", "matplotlib"},
     "prompts": {"pyarrow", "jinja2"},
+    "report": {"matplotlib"},
     "testing": {"pytest"},
     "checkpoints.py": {"gguf", "accelerate"},
     "server": {"fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "jinja2", "PIL"},

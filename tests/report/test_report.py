@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from decoders import Draft, Report, Strategy
 from decoders.engine.model import self_check, target
 from decoders.errors import SettingsError
 from decoders.hf import prepared_call as hf_call
+from decoders.report.drawing import PARTS
+from decoders.report.figures import Timings
 from decoders.testing import prompts, tiny_model
 
 #: Seconds that each part of a call takes by a clock that nothing else moves.
@@ -191,3 +196,24 @@ def test_a_report_reads_as_a_table_and_shows_itself_in_a_notebook(traced: Any) -
 def test_a_report_says_what_is_promised_of_its_tokens(known: dict[str, Any], said: str) -> None:
     report = Report("auto", **known)
     assert report.same_tokens == report.as_dict()["same_tokens"] == said and said in str(report)
+
+
+def test_plot_draws_lengths_drafts_and_seconds_and_says_what_they_are(
+    traced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = traced[1]["prompt_lookup"][0]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ImportError, match=r"hf-decoders\[bench\]"):
+            report.plot()
+    pytest.importorskip("matplotlib")
+    figure = report.plot(tmp_path / "call.png")
+    lengths, drafts, seconds = figure.axes
+    assert [bar.get_height() for bar in lengths.patches] == report.accepted_lengths
+    assert f"{report.steps} steps" in lengths.get_title() and "drafted" in lengths.get_xlabel()
+    assert [bar.get_height() for bar in drafts.patches] == [report.drafted, report.accepted]
+    assert [label.get_text() for label in drafts.get_xticklabels()] == ["drafted", "accepted"]
+    assert {text.get_text() for text in drafts.texts} == {str(report.drafted), str(report.accepted)}
+    assert "the model: steps that verify" in [label.get_text() for label in seconds.get_yticklabels()]
+    assert set(PARTS) == {field.name for field in fields(Timings)}
+    assert (tmp_path / "call.png").stat().st_size > 1000
