@@ -14,6 +14,7 @@ from .benches import (
     Acceptance,
     JsonFile,
     by_strategy,
+    check_writable,
     consoles,
     footnote,
     numbers,
@@ -167,6 +168,9 @@ def measure(
         ),
     ] = False,
     json_file: JsonFile = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Plot the speeds to this file (PNG, SVG or PDF).")
+    ] = None,
     subjects: Any = None,
 ) -> None:
     """Measures strategies and transformers' own methods side by side, and prints a table and a recommendation.
@@ -178,6 +182,11 @@ def measure(
     batches = numbers(batch)
     lengths = None if prompt_length is None else numbers(prompt_length, "--prompt-length takes tokens such as 64,2000")
     progress_console, console = consoles(json_file)
+    if plot_file is not None:
+        from ..bench.plot import check_format
+
+        check_format(plot_file)
+        check_writable("--plot", plot_file)
     if model is not None and shapes is not None:
         raise SettingsError("give --model or --shape, not both")
     for name, texts in (("prompts", prompts), ("suite", suite)):
@@ -189,6 +198,7 @@ def measure(
     with waiting(progress_console, "importing torch and transformers"):
         from ..bench import Sampling
         from ..bench.methods import PLAIN
+        from ..bench.plot import plot
         from ..bench.synthetic import Synthetic
         from ..bench.tables import noise
         from ..prompts.suites import read_suite
@@ -232,6 +242,8 @@ def measure(
         console.print(warning, style="yellow")
     if str(json_file) == "-":
         write_json(run.as_dict(), Path("-"))
+    if plot_file is not None:
+        plot(run.records, plot_file)
 
 
 @app.callback()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from decoders import bench
+from decoders.bench.plot import check_format, plot
 from decoders.bench.shapes import SHAPES
 from decoders.cli import app, live, models
 from decoders.cli.live import ACCEPTED, ColouredStream, show
-from decoders.errors import SettingsError, amount
+from decoders.errors import SettingsError, UnsupportedError, amount
 from decoders.prompts.reading import INSTRUCTIONS, encode, instructions, read_prompts
 from decoders.report import Report
 from decoders.report.figures import Timings
@@ -158,12 +160,13 @@ def test_bench_measures_a_made_up_drafter_and_never_advises_it() -> None:
         "bench -s suffix[verifier=blok]", "bench -s suffix[grammar=jsn]", "bench --set prompt_lookup.lenght=3",
         "bench --set sufix.nodes=3", "bench -s ngram --set suffix.nodes=3", "bench --baselines transfomers",
         "bench --acceptance 0.8,0.9",
-        "bench --dtype float23", "bench --json no/such/file", "bench --json .",
+        "bench --dtype float23", "bench --json no/such/file", "bench --plot no/such/a.png", "bench --json .",
         "bench load -s prompt_lokup", "bench load -s speculative", "generate x/y z -s speculative", "warmup x/y -s speculative",
         "serve x/y -s speculative", "bench load --json no/such/file", "advise demo --json no/such/file",
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_a_model_is_loaded(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(models, "load", None)
     done = run(*arguments.split())
     assert done.exit_code == 2, done.output
@@ -210,12 +213,26 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
             ("--json", "no/such/directory.json", "-s", "prompt_lookup", "--prompts", "copy"),
             "there is no folder no/such",
         ),
+        (("--plot", "speed.pgn"), "Did you mean 'png'?"),
     ],
 )
 def test_bench_mistakes_end_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     done = run(*BENCH, *arguments)
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.output.split())
+
+
+def test_a_plot_is_written(methods: list[Any], tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = bench.summarise(bench.measure(methods, bench.workloads(tokenizer, TEXTS[:1]), new_tokens=2, repeats=1))
+    plot(records, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnsupportedError, match=r"hf-decoders\[bench\]"):
+        check_format(tmp_path / "speed.png")
 
 
 @pytest.mark.usefixtures("tiny_demo")

@@ -730,7 +730,10 @@ def test_one_of_a_kind_is_no_plural() -> None:
     bare = re.compile(
         r"\{(?!shown|dtype)[^{}]*(?<!f)\} (?:" + nouns + r")\b(?!/)"
     )  # without texts, and amounts with a fraction
-    files = [*Path(cli.__file__).parent.glob("*.py"), Path(bench.__file__).parent / "tables.py"]
+    files = [
+        *Path(cli.__file__).parent.glob("*.py"),
+        *(Path(bench.__file__).parent / f"{n}.py" for n in ("tables", "plot")),
+    ]
     found = [(file.name, match) for file in files for match in bare.findall(file.read_text(encoding="utf-8"))]
     assert not found, "write amount(number, noun)"
 
