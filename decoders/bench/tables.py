@@ -31,7 +31,8 @@ def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", detai
     why figures are missing or where outputs differ.
 
     Args:
-        details: whether to add first tokens, and the passes of draft models. Without them the table has 80 columns.
+        details: whether to add the range of tokens/s, first tokens, and the passes of draft models. Without them the table has 80
+            columns.
     """
     every = [r for records in sections.values() for r in records]
     drafted = details and any(r.draft_passes is not None for r in every)
@@ -42,8 +43,9 @@ def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", detai
             table.add_section()
             table.add_row(Text(heading, style="italic"))
         for r in [r for r in records if r.status == "ok"]:
+            speed = r.tokens_per_second
             table.add_row(
-                _name(r), "" if r.tokens_per_second is None else f"{r.tokens_per_second.median:.0f}",
+                _name(r), ranged(speed, ".0f") if details or speed is None else f"{speed.median:.0f}",
                 ranged(r.ratio, ".2f", ratio_style(r.ratio)), *([milliseconds(r.first_token)] if details else []),
                 shown(r.accepted_length, ".2f"), *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
             )  # fmt: skip
