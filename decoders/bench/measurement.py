@@ -76,7 +76,7 @@ class WarmupCost:
     """Times and memory of a method's first two calls.
 
     Attributes:
-        first_call: seconds of the first call.
+        first_call, second_call: seconds of the calls.
         compile_seconds: seconds spent on compiling in the first call.
         compilations: number of graphs compiled in the first call.
         second_compilations: number of graphs compiled in the second call.
@@ -88,6 +88,7 @@ class WarmupCost:
     """
 
     first_call: float
+    second_call: float
     compile_seconds: float
     compilations: int
     second_compilations: int
@@ -340,7 +341,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
     after = resident()
     cache = None if second.report is None or has_own_memory(device) else second.report.peak_memory
     entry.warmup = WarmupCost(
-        first.seconds, compiling, first.compilations, second.compilations, peak, cache, stamps["first_token"],
+        first.seconds, second.seconds, compiling, first.compilations, second.compilations, peak, cache, stamps["first_token"],
         None if before is None or after is None else max(after - before, 0),
     )  # fmt: skip
 

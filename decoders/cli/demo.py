@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import SettingsError, UnsupportedError
+from ..errors import SettingsError, UnsupportedError, amount
 from .console import plain_console, waiting
 from .models import DEMO, Device, ModelName, Threads
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..bench import Record
+    from ..bench import Competitor, Record
     from ..prompts.reading import Content
 
+#: Minimum number of new tokens in each text that is measured for the table, even on a slow machine.
+FEWEST = 16
 #: If neither --compile nor --no-compile is given, methods are compiled if --seconds is at least this number. Compiling takes one to
 #: three minutes on two cores.
 COMPILES_FROM = 120
@@ -90,6 +92,7 @@ def demo(
     with waiting(progress, f"loading {'the demo models' if model == DEMO else model}"):
         from .. import bench as b
         from ..bench import machine
+        from ..bench.measurement import WARM_UP
         from ..bench.methods import ASSISTED
         from ..bench.records import comparable
         from ..bench.tables import noise
@@ -132,22 +135,43 @@ def demo(
     methods = b.transformers_methods(target, assistant, names=baselines)
     methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
     how = "with compiling, which a later run need not repeat" if compile else "uncompiled"
-    progress.print(f"The table takes up to {seconds:g} s (--seconds), or one text of two methods, {how}.", style="dim")
-    with progress_bar(progress, len(methods) * (1 + len(workloads) * repeats)) as advance:
-        entries = b.measure(
-            methods, workloads, new_tokens=max_new_tokens, repeats=repeats, seconds=seconds, progress=advance,
-            first_tokens=False,
+    progress.print(f"The table takes up to {seconds:g} s (--seconds), or one round of two methods, {how}.", style="dim")
+    began = time.monotonic()
+    deadline = began + seconds
+    with progress_bar(progress, len(methods)) as advance:
+        entries = b.warm_up(
+            methods, workloads, new_tokens=max_new_tokens, deadline=began + WARM_UP * seconds,
+            progress=lambda what, left: advance(what, max(0.0, deadline - time.monotonic())),
+        )  # fmt: skip
+    console.print(f"{compilation(entries)}\n", style="dim")
+    lively = live and not as_json and console.is_terminal
+    # Each method writes two texts per prompt: one is checked, one is timed for the table. On a terminal it writes a third to look at.
+    left = max(0.0, deadline - time.monotonic())
+    new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), left, max_new_tokens)
+    for (name, _, content), workload in zip(texts, workloads, strict=True) if lively else ():
+        for entry in entries:
+            if entry.method.ours and entry.status == "ok" and time.monotonic() < deadline:
+                show(console, entry.method, workload, tokenizer, name, bare(content), new_tokens)
+    with progress_bar(progress, len(methods) * len(workloads) * (1 + repeats)) as advance:
+        rounds = b.take_turns(
+            entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=advance, first_tokens=False,
+            deadline=deadline,
         )  # fmt: skip
     records, busy = comparable(b.summarise(entries))
     different = [r for r in records if r.ours and r.exact and (r.identical is False or r.status == "failed")]
     if as_json:
         result = {
-            "model": model, "machine": facts, "prompts": [*entries[0].kind_of], "max_new_tokens": max_new_tokens,
+            "model": model, "machine": facts, "prompts": [*entries[0].kind_of], "max_new_tokens": new_tokens, "rounds": rounds,
             "identical": not different, "busy": busy, "records": [r.as_dict() for r in records],
         }  # fmt: skip
         typer.echo(json.dumps(result, indent=2, default=str))
     else:
         console.print(overview(records))
+        if rounds < repeats or new_tokens < max_new_tokens:
+            fewer = f"texts of {amount(new_tokens, 'token')} in place of {max_new_tokens}, " * (
+                new_tokens < max_new_tokens
+            )
+            console.print(f"{fewer}{rounds} of {amount(repeats, 'round')} for --seconds {seconds:g}", style="dim")
         for warning in filter(None, (noise(records), busy)):
             console.print(warning, style="yellow")
         console.print(f"{machine.line(facts)}, {dtype}", style="dim")
@@ -157,6 +181,23 @@ def demo(
         console.print(f"{time.monotonic() - started:.0f} s in all", style="dim")
     if different:
         raise typer.Exit(1)
+
+
+def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float, most: int) -> int:
+    """The greatest number of new tokens with which every method can decode `texts` texts within `seconds`, but at least
+    :data:`FEWEST` and at most `most`, which the warm-up has measured.
+    """
+    needed = texts * sum(entry.warmup.second_call for entry in entries if entry.warmup is not None)
+    return most if needed <= seconds else min(most, max(FEWEST, int(most * seconds / needed)))
+
+
+def compilation(entries: Sequence[Competitor]) -> str:
+    """A line of text that says how many graphs were compiled, and how many seconds this took."""
+    warmups = [entry.warmup for entry in entries if entry.warmup is not None and entry.method.ours]
+    if not (graphs := sum(w.compilations for w in warmups)):
+        return "nothing compiled"
+    seconds = sum(w.compile_seconds for w in warmups)
+    return f"compiled {amount(graphs, 'graph')} in {seconds:.1f} s, once for all calls; no figure below includes it"
 
 
 def overview(records: Sequence[Record]) -> Table:

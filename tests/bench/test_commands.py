@@ -292,10 +292,11 @@ def test_demo_stops_after_the_time_it_was_given() -> None:
     done = run(*DEMO, "--seconds", "0.001", "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert result["prompts"] == ["copy-01"] and [r["status"] for r in result["records"]] == ["ok", "ok", "skipped"]
-    said = run(*DEMO, "--seconds", "0.001").output
-    assert "up to 0.001 s (--seconds), or one text of two methods" in said and "no time was left for it" in said
-    assert "copy prompt" in said
+    assert (result["rounds"], result["prompts"]) == (1, ["copy-01", "code-01"]), "one round of both is always there"
+    said = run(*DEMO[:-4], "-s", "prompt_lookup", "-n", "40", "--repeats", "3", "--seconds", "0.001").output
+    assert "up to 0.001 s (--seconds), or one round" in said and "1 of 3 rounds for --seconds 0.001" in said
+    assert "texts of 16 tokens in place of 40" in " ".join(said.split())
+    assert "copy prompt" in said and "code prompt" in said
 
 
 def test_demo_takes_a_folder_and_asks_it_what_one_asks_chat_models(tokenizer: Any, tmp_path: Path) -> None:
