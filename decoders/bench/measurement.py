@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any, TypeVar
 
 from ..enabling import forget as forget_memories
@@ -24,7 +25,7 @@ from .workloads import Workload
 T = TypeVar("T")
 #: Share of a run's seconds after which no warm-up begins.
 WARM_UP = 0.5
-#: Called before each call, with a description of it and the expected remaining seconds (infinite in the warm-up and the first call).
+#: Called before each call, with a description of it and the expected remaining seconds (infinite until they can be estimated).
 Progress = Callable[[str, float], None]
 
 
@@ -188,8 +189,9 @@ def measure(
     began, checks = time.monotonic(), checks and seconds is None
     deadlines = (None, None) if seconds is None else (began + WARM_UP * seconds, began + seconds)
     entries = warm_up(
-        methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode, deadline=deadlines[0]
-    )
+        methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode, deadline=deadlines[0],
+        texts=len(workloads) * (repeats + checks),
+    )  # fmt: skip
     try:
         take_turns(
             entries, workloads, new_tokens=new_tokens, repeats=repeats, progress=progress, decode=decode,
@@ -226,10 +228,12 @@ def warm_up(
     progress: Progress = lambda what, left: None,
     decode: Decode = decode,
     deadline: float | None = None,
+    texts: int = 0,
 ) -> list[Competitor]:
     """Makes two calls of every method on the first workload, to compile and to measure memory. Returns an entry per method.
 
     Args:
+        texts: number of texts that each method writes after the warm-up, to estimate the remaining seconds.
         deadline: by ``time.monotonic``; methods that would begin later are skipped, except the first method and our first strategy.
     """
     rows = {w.rows for w in workloads}
@@ -241,7 +245,7 @@ def warm_up(
         late = _late(deadline) and not needed
         entry.reason = entry.method.skip_reason(entry.rows) or ("no time was left for it: --seconds" if late else "")
         entry.status = "skipped" if entry.reason else "ok"
-        progress(f"{entry.method.name} · compile, warm up", math.inf)
+        progress(f"{entry.method.name} · compile, warm up", _left(entries, number, texts))
         _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
     return entries
 
@@ -273,11 +277,12 @@ def take_turns(
     Returns:
         The number of complete rounds.
     """
-    total, done, began = len(entries) * len(workloads) * (repeats + checks), 0, time.monotonic()
+    texts, done, began = len(workloads) * (repeats + checks), 0, time.monotonic()
 
     def told(what: str) -> None:
         nonlocal done
-        progress(what, (time.monotonic() - began) / done * (total - done) if done else math.inf)
+        coming, spent = len(entries) * texts - done, time.monotonic() - began
+        progress(what, spent / done * coming if done else _left(entries, len(entries), texts))
         done += 1
 
     forget(entries)
@@ -305,6 +310,18 @@ def take_turns(
             turn += 1
             measured()
     return repeats
+
+
+def _left(entries: Sequence[Competitor], number: int, texts: int) -> float:
+    """Expected seconds from the warm-up of ``entries[number]`` on, compiling included: the next methods are assumed to take as long as
+    those of their kind (ours, or transformers') before them. Infinite if there are none. texts: as in :func:`warm_up`.
+    """
+    done = [(entry.method.ours, entry.warmup) for entry in entries[:number] if entry.warmup is not None]
+    alike = [[warmup for ours, warmup in done if ours == entry.method.ours] for entry in entries[number:]]
+    if not done or not all(alike):
+        return math.inf
+    coming = sum(fmean(w.first_call + (1 + texts) * w.second_call for w in warmups) for warmups in alike)
+    return coming + texts * sum(w.second_call for _, w in done)
 
 
 def _late(deadline: float | None, needed: float = 0.0) -> bool:

@@ -15,7 +15,7 @@ from transformers import StoppingCriteriaList
 
 from decoders import bench
 from decoders.bench import measurement
-from decoders.bench.measurement import Check, Competitor
+from decoders.bench.measurement import Check, Competitor, WarmupCost
 from decoders.bench.tables import noise, tables
 from decoders.bench.timed_call import compiled_share, first_token, written
 from decoders.errors import SettingsError, UnknownNameError
@@ -296,7 +296,7 @@ def test_the_share_of_compiled_steps_counts_the_one_that_reads_the_prompts_end()
 def test_the_time_that_is_left_does_not_grow(
     methods: list[Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is that of the calls so far, of each method on each prompt; the warm-up, which compiles, does not count."""
+    """It is that of the calls so far, of each method on each prompt; before these, that of the warm-up, which compiles."""
     now, seconds, left = [0.0], {"transformers": 3.0, "autoregressive": 1.0, "prompt_lookup": 0.5}, list[float]()
     work = bench.workloads(tokenizer, TEXTS)
     clock = Clock({name: [1.0] for name in seconds})
@@ -310,11 +310,21 @@ def test_the_time_that_is_left_does_not_grow(
         methods, work, new_tokens=4, repeats=3, decode=decode, first_tokens=False,
         progress=lambda _, expected: left.append(expected + now[0]),
     )  # fmt: skip
-    assert left[: len(methods) + 1] == [math.inf] * (len(methods) + 1), "nothing is known yet"
+    assert left[:2] == [math.inf] * 2, "nothing is known before one of theirs and one of ours was warmed up"
+    assert now[0] / 3 < left[2] < 2 * now[0] and left[len(methods)] < 2 * now[0]
     ends = left[
         len(methods) + len(methods) * len(work) :: len(methods) * len(work)
     ]  # every prompt was read by everyone
     assert ends == pytest.approx([now[0]] * len(ends)), "the expected end is the end"
+
+
+def test_time_that_is_left_includes_what_is_still_to_be_compiled(methods: list[Any]) -> None:
+    entries = [Competitor(method, 1) for method in methods]
+    theirs, ours, _ = entries
+    assert measurement._left(entries, 0, texts=10) == math.inf
+    theirs.warmup, ours.warmup = (WarmupCost(first, 1.0, first - 1, 1, 0, None, None) for first in (3.0, 30.0))
+    assert measurement._left(entries, 1, texts=10) == math.inf, "nothing is known of ours"
+    assert measurement._left(entries, 2, texts=10) == 31 + 3 * 10
 
 
 @pytest.mark.parametrize(
