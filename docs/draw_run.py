@@ -1,7 +1,6 @@
-"""Draws the pictures of README and of how-the-loop-works.md from a run of the demo model: ``python docs/draw_run.py``.
+"""Draws the picture of README from a run of the demo model: ``python docs/draw_run.py``.
 
-Words of tokens that were drafted and accepted are coloured; the model wrote one token in each step itself. The tree is that of one
-step.
+Words of tokens that were drafted and accepted are coloured; the model wrote one token in each step itself.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 import decoders
 from decoders import Report
 
-PICTURE, TREE = Path(__file__).parent / "run.svg", Path(__file__).parent / "tree.svg"
-#: Of the tree; the text is the answer to a prompt that comes with the demo model, a function with a name to change.
+PICTURE = Path(__file__).parent / "run.svg"
+#: Of the tree in how-the-loop-works.md, which is that of step STEP of `ngram`: one that fits a page.
 PROMPT = """\
 class Stack:
     def __init__(self):
@@ -28,7 +27,6 @@ class Stack:
 class Queue:
     def __init__(self):"""
 NEW_TOKENS, COLUMNS = 36, 80
-#: Of `ngram`: a tree that fits a page. STEP is the one that is drawn.
 WIDTHS, STEP = (2, 2, 1, 1), 3
 #: Height of a line, width of a character, edge: in pixels at a font size of 14.
 LINE, CHARACTER, EDGE = 20, 8.43, 16
@@ -68,8 +66,8 @@ def whole_words(pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def tree() -> str:
-    """The tree of a step, as an SVG."""
-    return report_of("ngram", widths=WIDTHS).tree(STEP).svg()
+    """The tree of a step, as text."""
+    return str(report_of("ngram", widths=WIDTHS).tree(STEP))
 
 
 def draw(pieces: list[tuple[str, str]], caption: str) -> str:
@@ -98,4 +96,3 @@ def draw(pieces: list[tuple[str, str]], caption: str) -> str:
 
 if __name__ == "__main__":
     PICTURE.write_text(draw(*run()), encoding="utf-8")
-    TREE.write_text(tree(), encoding="utf-8")

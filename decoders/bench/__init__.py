@@ -9,7 +9,7 @@ bench.summarise(entries)
 from __future__ import annotations
 
 from .figures import Spread
-from .measurement import Competitor, Interrupted, Measurement, calls, measure, rotation, take_turns, warm_up
+from .measurement import Competitor, Interrupted, Measurement, measure, rotation, take_turns, warm_up
 from .methods import Engine, EngineOutput, Method, Sampling, strategy_methods, transformers_methods
 from .records import Record, summarise
 from .shapes import random_workloads
@@ -18,6 +18,6 @@ from .workloads import Workload, workloads
 
 __all__ = [
     "Competitor", "Engine", "EngineOutput", "Interrupted", "Measurement", "Method", "Record", "Sampling", "Spread", "TimedCall",
-    "Workload", "calls", "decode", "measure", "random_workloads", "rotation", "strategy_methods", "summarise", "take_turns",
+    "Workload", "decode", "measure", "random_workloads", "rotation", "strategy_methods", "summarise", "take_turns",
     "transformers_methods", "warm_up", "workloads",
 ]  # fmt: skip

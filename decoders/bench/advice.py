@@ -114,15 +114,10 @@ class Advice:
         """The conditions of the measurement: prompts, number format, machine."""
         some = f"{self.prompts} of {self.given} prompts (more with more seconds)"
         of = some if self.prompts < self.given else amount(self.prompts, "prompt")
-        shown: dict[str, Callable[[Any], str]] = {
-            "cpu": str,
-            "threads": lambda number: amount(number, "thread"),
-            "device": "device {}".format,
-        }
-        machine = [text(self.machine[name]) for name, text in shown.items() if name in self.machine]
         texts = f"{of}, {self.new_tokens} new tokens each, weights in {self.verdict.dtype}"
         texts += "" if any(record.compiled_share for record in self.records) else ", uncompiled"
-        return "; ".join([texts, *([", ".join(machine)] if machine else []), f"{self.seconds:.0f} s"])
+        where = [machine.line(self.machine)] if self.machine else []
+        return "; ".join([texts, *where, f"{self.seconds:.0f} s"])
 
     @property
     def code(self) -> str:
@@ -192,7 +187,7 @@ def advise(
         SettingsError: there is no prompt or no tokenizer, or `seconds` is not above 0. UnsupportedError: the model cannot be decoded.
     """
     check_seconds(seconds)
-    begin, busy = time.monotonic(), machine.busy()
+    begin = time.monotonic()
     tokenizer = tokenizer_of(enable(model, tokenizer))
     random = str(getattr(model.config, "name_or_path", "")) in SHAPES
     every = _workloads(model, tokenizer, prompts, random)
@@ -283,11 +278,11 @@ def advise(
         curve = cost_curve(model, [1], [context], 0.05 * seconds, decoders_config={"compile": compiling})
         if plain := _speed(compiled if compiling else uncompiled, PLAIN):
             outlooks += _outlooks(curve, context, compiling, plain)
-    records, too_busy = comparable(records)
-    if too_busy:  # on a busy machine the order of methods may be right, but ratios are not
+    records, busy = comparable(records)
+    if busy and all(r.ratio is None for r in records):  # the order of methods may be right, but ratios are not
         name = verdict.method or "transformers' own generate"
-        text = f"{name} was the fastest, but no speed is compared here. {too_busy}"
-        verdict, gain, outlooks = replace(verdict, text=text, ratio=None, by_kind={}), None, []
+        text = f"{name} was the fastest, but no speed is compared here. {busy}"
+        verdict, gain, outlooks, busy = replace(verdict, text=text, ratio=None, by_kind={}), None, [], ""
     return Advice(
         verdict,
         gain,
@@ -296,7 +291,7 @@ def advise(
         new_tokens,
         len(chosen),
         tuple(records),
-        "" if too_busy else busy or machine.busy(),
+        busy,
         len(every),
         machine.facts(model.device),
         weights,

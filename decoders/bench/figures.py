@@ -10,7 +10,6 @@ from typing import Self
 
 import torch
 
-from ..report import Stage
 from .measurement import Check, Competitor, Measurement
 from .repetition import in_loops
 
@@ -52,27 +51,6 @@ class StepTimes:
     host: float | None = None
 
 
-@dataclass(frozen=True)
-class StageFigures:
-    """A draft model's work per target step; medians over the calls, except `tokens_per_pass`.
-
-    Attributes:
-        model: name or path.
-        depth: 0 for a draft model of the target, 1 for a draft model of that draft model, and so on.
-        drafter: name of the strategy that drafts for this model.
-        passes: forward passes per target step.
-        tokens_per_pass: mean number of tokens per row and pass with the help of `drafter`; None without a drafter.
-        forward_share: seconds of this model's passes divided by seconds of the target's steps.
-    """
-
-    model: str
-    depth: int
-    drafter: str | None
-    passes: float
-    tokens_per_pass: float | None
-    forward_share: float | None
-
-
 def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
     """Mean tokens per row and step, over the timed calls if they report acceptance, else over the untimed calls; None without steps."""
     if lengths := [s.accepted_lengths for s in samples if s.accepted_lengths]:
@@ -82,39 +60,16 @@ def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
     return sum(check.accepted_length * check.steps for check in checks) / steps if steps else None
 
 
-def passes_per_step(samples: Sequence[Measurement], checks: Sequence[Check]) -> float | None:
-    """Draft passes per step: the median over the timed calls, or, if they report none, over the untimed calls; None if neither does."""
-    for calls in (samples, checks):
-        passes = [call.draft_passes / call.steps for call in calls if call.draft_passes is not None and call.steps]
-        if passes:
-            return median(passes)
-    return None
+def passes_per_step(checks: Sequence[Check]) -> float | None:
+    """Draft passes per step: the median over the untimed calls; None without draft models."""
+    passes = [check.draft_passes / check.steps for check in checks if check.draft_passes is not None and check.steps]
+    return median(passes) if passes else None
 
 
 def looping(rows: Sequence[Sequence[int]]) -> float | None:
     """The share of tokens, over all rows, that continue a loop (:func:`in_loops`); None if there are no tokens."""
     count = sum(map(len, rows))
     return sum(int(in_loops(torch.tensor(row)).sum()) for row in rows if row) / count if count else None
-
-
-def stage_figures(calls: Sequence[tuple[list[Stage], Measurement]], depth: int = 0) -> list[StageFigures]:
-    """Figures of the draft models. After each model come those of its own draft model. calls: pairs of a call's stages and the call."""
-    figures: list[StageFigures] = []
-    for stages in zip(*(stages for stages, _ in calls), strict=False):  # every call has the same draft model
-        passes, tokens_and_passes, shares = [], [0, 0], []
-        for stage, (_, sample) in zip(stages, calls, strict=True):
-            passes.append(stage.passes / sample.steps if sample.steps else 0.0)
-            tokens_and_passes[0] += sum((n + 1) * count for n, count in enumerate(stage.accepted_lengths))
-            tokens_and_passes[1] += sum(stage.accepted_lengths)
-            if sample.steps and sample.steps > sample.prefill_steps:
-                step = sum(parts_of_a_step(sample).values()) / 1e3
-                shares.append(stage.forward_seconds / (step * sample.steps))
-        per_pass = tokens_and_passes[0] / tokens_and_passes[1] if tokens_and_passes[1] else None
-        forward = median(shares) if shares else None
-        figures.append(StageFigures(stages[0].model, depth, stages[0].drafter, median(passes), per_pass, forward))
-        inner_calls = [(stage.stages, sample) for stage, (_, sample) in zip(stages, calls, strict=True)]
-        figures += stage_figures(inner_calls, depth + 1)
-    return figures
 
 
 def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
@@ -177,16 +132,3 @@ def difference(entry: Competitor, baseline: Competitor, workload: str) -> str:
             )
             return f"{workload}, row {row}, new token {position}"
     return ""
-
-
-def agreement(entry: Competitor, baseline: Competitor, workloads: Sequence[str]) -> tuple[int, int]:
-    """Sums over `workloads`: the number of new tokens before each row's first difference from the baseline, and the number of the
-    baseline's new tokens.
-    """
-    leading = compared = 0
-    for name in workloads:
-        for row, expected in zip(entry.checks[name].tokens, baseline.checks[name].tokens, strict=True):
-            equal = [x == y for x, y in zip(row, expected, strict=False)]
-            leading += equal.index(False) if False in equal else len(equal)
-            compared += len(expected)
-    return leading, compared

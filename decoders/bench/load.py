@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..scheduling.scheduler import Scheduler
 from .synthetic import Synthetic
+from .timed_call import rehearse
 
 #: Spread of the requests' numbers of new tokens: standard deviation of their logarithm.
 SPREAD = 0.9
@@ -85,7 +86,7 @@ def arrivals(
     return requests
 
 
-def rehearse(
+def rehearse_load(
     model: PreTrainedModel, drafters: Sequence[Synthetic], load: Sequence[Arrival], options: Mapping[str, Any]
 ) -> None:
     """Writes the texts of a load by plain decoding, and stores them in synthetic drafters (``Synthetic.learn``)."""
@@ -94,16 +95,12 @@ def rehearse(
         longest[tuple(request.prompt)] = max(longest.get(tuple(request.prompt), 0), request.new_tokens)
     for prompt, new_tokens in longest.items():
         ids = torch.tensor([prompt], device=model.device)
-        (text,) = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            strategy="autoregressive",
-            **options,
-        ).tolist()
+        call = {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False,
+            "return_dict_in_generate": True, **options,
+        }  # fmt: skip
         for drafter in drafters:
-            drafter.learn(prompt, text[len(prompt) :])
+            rehearse(drafter, model.generate, call)  # type: ignore[arg-type]
 
 
 def scheduled(

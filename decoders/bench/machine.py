@@ -10,22 +10,26 @@ import gc
 import os
 import platform
 import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..report.surroundings import busy_share, processor_name
+from ..errors import amount
+from ..report.surroundings import processor_name
+
+T = TypeVar("T")
 
 # Writing 5 to clear_refs resets the peak (VmHWM) in status: see proc(5).
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """JSON-safe facts: processor, threads, device, versions, whether memory can be measured, and the text of :func:`busy`."""
+    """JSON-safe facts: processor, threads, device, versions, whether the memory that a method adds can be measured."""
     from ..common.version import __version__
 
     return {
@@ -41,19 +45,12 @@ def facts(device: torch.device) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "decoders": __version__,
         "memory": resident() is not None,
-        "busy": busy(),
     }
 
 
-def busy() -> str:
-    """A warning if other processes occupy this machine's cores, else ""."""
-    if not (waits := busy_share(0.1)):
-        return ""
-    several = torch.get_num_threads() > 1
-    effect = (
-        "That slows transformers more than this loop, so ratios are too high" if several else "Speeds vary with that"
-    )
-    return f"Busy: other processes take the cores, code waits {waits:.0%} of its time. {effect}: measure again on a quiet machine."
+def line(facts: Mapping[str, Any]) -> str:
+    """Processor, threads and device from :func:`facts`, as a text."""
+    return f"{facts['cpu']}, {amount(facts['threads'], 'thread')}, device {facts['device']}"
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -97,39 +94,20 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p is not looked_up)
 
 
-class PeakMemory:
-    """Context manager that measures the peak memory of the work inside it.
-
-    Attributes:
-        bytes: the peak in bytes; None if the system does not report it.
-        kind: "device" (the allocator of CUDA or XPU), "process" (resident set of the whole process, other models included) or
-            "unknown".
+def with_peak_memory(device: torch.device, work: Callable[[], T]) -> tuple[T, int | None]:
+    """What `work` returns, and the peak memory during it in bytes: of the allocator of CUDA or XPU, otherwise the resident set of the
+    whole process, other models included. The peak is None if the system does not report it.
     """
-
-    bytes: int | None
-    kind: str
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes, self.kind = device, None, "unknown"
-
-    def __enter__(self) -> PeakMemory:
-        if has_own_memory(self.device):
-            torch.accelerator.reset_peak_memory_stats(self.device)
-            self.kind = "device"
-        else:
-            try:
-                _RESET.write_text("5")
-                self.kind = "process"
-            except OSError:
-                self.kind = "unknown"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.kind == "device":
-            self.bytes = torch.accelerator.max_memory_allocated(self.device)
-        elif self.kind == "process":
-            line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
-            self.bytes = int(line.split()[1]) * 1024 if line else None
+    if has_own_memory(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+        return work(), torch.accelerator.max_memory_allocated(device)
+    try:
+        _RESET.write_text("5")
+    except OSError:
+        return work(), None
+    result = work()
+    line = next((line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")), None)
+    return result, int(line.split()[1]) * 1024 if line else None
 
 
 def resident() -> int | None:

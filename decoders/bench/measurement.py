@@ -6,19 +6,19 @@ always runs after the same other method, on the caches that it left.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any, TypeVar
 
 from ..enabling import forget as forget_memories
 from ..errors import DecodersError
-from ..report import Report, Stage
-from .machine import PeakMemory, resident
+from .machine import has_own_memory, resident, with_peak_memory
 from .methods import Method
-from .pace import FIRST_TOKEN, Pace, expected
 from .timed_call import Decode, Stamps, TimedCall, compiled_share, decode, first_token, forwards, stamped, written
 from .workloads import Workload
 
@@ -45,7 +45,6 @@ class Measurement:
         compilations: number of graphs compiled.
         new_tokens: number of new tokens in all rows.
         first_token: seconds from the start of a call to its first token, measured in a separate call that ends with this token.
-        draft_passes: number of forward passes of the draft models that the strategy itself calls; None without draft models.
         prompt_tokens: number of prompt tokens in the longest row.
         compiled_share: share of the steps that ran compiled.
     """
@@ -68,8 +67,6 @@ class Measurement:
     host: float | None = None
     overhead: float | None = None
     accepted_lengths: list[int] | None = None
-    draft_passes: int | None = None
-    stages: list[Stage] = field(default_factory=list)
     prompt_tokens: int | None = None
     compiled_share: float | None = None
     waiting: float = 0.0
@@ -80,18 +77,15 @@ class WarmupCost:
     """Times and memory of a method's first two calls.
 
     Attributes:
-        first_call: seconds of the first call.
-        second_call: seconds of the second call.
+        first_call, second_call: seconds of the calls.
         compile_seconds: seconds spent on compiling in the first call.
         compilations: number of graphs compiled in the first call.
         second_compilations: number of graphs compiled in the second call.
-        peak_memory: peak memory in bytes; None if the system does not report it.
-        memory_kind: what `peak_memory` measures: "device", "process" or "unknown".
-        cache_bytes: size of the loop's KV cache; None for transformers, and if `memory_kind` is "device".
+        peak_memory: peak of the device's allocator, on CPUs of the process, in the second call, in bytes; None if the system does not
+            report it.
+        cache_bytes: size of the loop's KV cache, on CPUs; None for transformers.
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
-        pack_seconds: ``report.timings.pack`` of the first call.
-        background_seconds: ``report.timings.background`` of the first call.
     """
 
     first_call: float
@@ -100,12 +94,9 @@ class WarmupCost:
     compilations: int
     second_compilations: int
     peak_memory: int | None
-    memory_kind: str
     cache_bytes: int | None
     first_token: float | None = None
     memory_added: int | None = None
-    pack_seconds: float | None = None
-    background_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,8 @@ class Check:
         tokens: new tokens of each row.
         steps: number of forward passes of the target that commit tokens.
         accepted_length: mean number of tokens per row and step.
-        draft_passes: number of forward passes of the draft model; None without a draft model.
+        draft_passes: number of forward passes of the draft models that the strategy itself calls, or of transformers' assistant;
+            None without draft models.
     """
 
     tokens: list[list[int]]
@@ -196,9 +188,9 @@ def measure(
     """
     began, checks = time.monotonic(), checks and seconds is None
     deadlines = (None, None) if seconds is None else (began + WARM_UP * seconds, began + seconds)
-    rounds = repeats * (1 + FIRST_TOKEN * first_tokens) + checks
     entries = warm_up(
-        methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode, rounds=rounds, deadline=deadlines[0]
+        methods, workloads, new_tokens=new_tokens, progress=progress, decode=decode, deadline=deadlines[0],
+        texts=len(workloads) * (repeats + checks),
     )  # fmt: skip
     try:
         take_turns(
@@ -235,32 +227,26 @@ def warm_up(
     new_tokens: int,
     progress: Progress = lambda what, left: None,
     decode: Decode = decode,
-    rounds: float = 0.0,
     deadline: float | None = None,
+    texts: int = 0,
 ) -> list[Competitor]:
     """Makes two calls of every method on the first workload, to compile and to measure memory. Returns an entry per method.
 
     Args:
-        rounds: number of texts that each method writes per workload after the warm-up, to estimate the remaining seconds.
+        texts: number of texts that each method writes after the warm-up, to estimate the remaining seconds.
         deadline: by ``time.monotonic``; methods that would begin later are skipped, except the first method and our first strategy.
     """
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
         raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
     entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
-    warmed, taken = list[Competitor](), dict[bool, list[float]]()
     for number, entry in enumerate(entries):
-        needed = not number or (entry.method.ours and not any(other.method.ours for other in warmed))
+        needed = not number or (entry.method.ours and not any(e.method.ours and e.warmup for e in entries[:number]))
         late = _late(deadline) and not needed
         entry.reason = entry.method.skip_reason(entry.rows) or ("no time was left for it: --seconds" if late else "")
         entry.status = "skipped" if entry.reason else "ok"
-        coming = [other.method.ours for other in entries[number:]]
-        progress(f"{entry.method.name} · compile, warm up", expected(warmed, taken, coming, rounds * len(workloads)))
-        began = time.monotonic()
+        progress(f"{entry.method.name} · compile, warm up", _left(entries, number, texts))
         _attempt(entry, partial(_warm_up, entry, workloads[0], new_tokens, decode))
-        if entry.status == "ok":
-            warmed.append(entry)
-            taken.setdefault(entry.method.ours, []).append(time.monotonic() - began)
     return entries
 
 
@@ -291,20 +277,27 @@ def take_turns(
     Returns:
         The number of complete rounds.
     """
-    pace, began = Pace(entries, workloads, repeats, 1 + FIRST_TOKEN if first_tokens else 1.0, checks), time.monotonic()
+    texts, done, began = len(workloads) * (repeats + checks), 0, time.monotonic()
+
+    def told(what: str) -> None:
+        nonlocal done
+        coming, spent = len(entries) * texts - done, time.monotonic() - began
+        progress(what, spent / done * coming if done else _left(entries, len(entries), texts))
+        done += 1
+
     forget(entries)
     for number, workload in enumerate(workloads if checks else ()):
         if by_prompt and number and _late(deadline, 2 * (time.monotonic() - began) / number):
             workloads = workloads[:number]
             break
         for entry in entries:
-            progress(f"{entry.method.name} · check", pace.left())
-            with pace.check(entry, workload):
-                _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
-    turn = 0
+            told(f"{entry.method.name} · check")
+            _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
+    turn, round_began = 0, 0.0
     for repeat in range(repeats):
-        if repeat and _late(deadline, pace.round()):
+        if repeat and _late(deadline, time.monotonic() - round_began):  # a round takes as long as the one before
             return repeat
+        round_began = time.monotonic()
         forget(entries)
         for workload in workloads:
             for position, entry in enumerate(rotation(entries, turn)):
@@ -312,14 +305,23 @@ def take_turns(
                     for other in entries if repeat else ():  # an incomplete round counts only if it is the first
                         other.samples = [sample for sample in other.samples if sample.repeat < repeat]
                     return repeat
-                progress(f"{entry.method.name} · round {repeat + 1} of {repeats}", pace.left())
-                with pace.sample(entry, workload):
-                    _attempt(
-                        entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens)
-                    )
+                told(f"{entry.method.name} · round {repeat + 1} of {repeats}")
+                _attempt(entry, partial(_sample, entry, workload, repeat, position, new_tokens, decode, first_tokens))
             turn += 1
             measured()
     return repeats
+
+
+def _left(entries: Sequence[Competitor], number: int, texts: int) -> float:
+    """Expected seconds from the warm-up of ``entries[number]`` on, compiling included: the next methods are assumed to take as long as
+    those of their kind (ours, or transformers') before them. Infinite if there are none. texts: as in :func:`warm_up`.
+    """
+    done = [(entry.method.ours, entry.warmup) for entry in entries[:number] if entry.warmup is not None]
+    alike = [[warmup for ours, warmup in done if ours == entry.method.ours] for entry in entries[number:]]
+    if not done or not all(alike):
+        return math.inf
+    coming = sum(fmean(w.first_call + (1 + texts) * w.second_call for w in warmups) for warmups in alike)
+    return coming + texts * sum(w.second_call for _, w in done)
 
 
 def _late(deadline: float | None, needed: float = 0.0) -> bool:
@@ -345,27 +347,19 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
 
 
-def calls(methods: int, workloads: int, repeats: int) -> int:
-    """The number of progress reports of :func:`measure` with `checks`: once per method in the warm-up, then in :func:`take_turns`."""
-    return methods * (1 + workloads * (1 + repeats))
-
-
 def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Decode) -> None:
-    before = resident()
+    device, before = entry.method.model.device, resident()
     first, stamps = stamped(entry.method, workload, new_tokens, decode)
-    with PeakMemory(entry.method.model.device) as memory:
-        second = decode(entry.method, workload, new_tokens)
+    second, peak = with_peak_memory(device, lambda: decode(entry.method, workload, new_tokens))
     # transformers does not report its compile time. If it compiled, the additional seconds of the first call are taken instead.
     compiling = first.compile_seconds
     if first.report is None and first.compilations:
         compiling = max(first.seconds - second.seconds, 0.0)
     after = resident()
-    timings = None if first.report is None else first.report.timings
+    cache = None if second.report is None or has_own_memory(device) else second.report.peak_memory
     entry.warmup = WarmupCost(
-        first.seconds, second.seconds, compiling, first.compilations, second.compilations, memory.bytes, memory.kind,
-        second.report.peak_memory if second.report is not None and memory.kind != "device" else None,
-        stamps["first_token"], None if before is None or after is None else max(after - before, 0),
-        None if timings is None else timings.pack, None if timings is None else timings.background,
+        first.seconds, second.seconds, compiling, first.compilations, second.compilations, peak, cache, stamps["first_token"],
+        None if before is None or after is None else max(after - before, 0),
     )  # fmt: skip
 
 
@@ -381,7 +375,8 @@ def _call(
         call = decode(method, workload, new_tokens, stamps)
     tokens = written(method, workload, call.sequences)
     if (report := call.report) is not None:
-        entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, draft_passes(report))
+        passes = sum(stage.passes for stage in report.stages) if report.stages else None
+        entry.checks[workload.name] = Check(tokens, report.steps, report.mean_accepted_length, passes)
     else:
         steps = call.steps or (len(stamps.times) if stamps is not None and stamps.times else max(map(len, tokens)))
         length = sum(map(len, tokens)) / steps if workload.rows == 1 and steps else 1.0
@@ -408,18 +403,12 @@ def _sample(
         parts |= dict(
             steps=report.steps, prefill_steps=report.prefill_steps, prefill=t.prefill, propose=t.propose, mask=t.mask,
             core=t.core, observe=t.observe, host=t.host, overhead=report.overhead,
-            accepted_lengths=report.accepted_lengths, draft_passes=draft_passes(report), stages=report.stages,
-            compiled_share=compiled_share(report), waiting=report.waiting,
+            accepted_lengths=report.accepted_lengths, compiled_share=compiled_share(report), waiting=report.waiting,
         )  # fmt: skip
     sample = Measurement(
         workload.name, repeat, position, call.decoding, call.compile_seconds, call.compilations, count, first, **parts
     )
     entry.samples.append(sample)
-
-
-def draft_passes(report: Report) -> int | None:
-    """Number of forward passes of the draft models that the strategy itself calls; None if there are no draft models."""
-    return sum(stage.passes for stage in report.stages) if report.stages else None
 
 
 def _first_line(error: Exception) -> str:

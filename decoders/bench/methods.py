@@ -107,7 +107,6 @@ class Method:
         assistant: transformers' assistant model.
         assistant_config: values set in the assistant's generation config during a call.
         engine: another engine that decodes in place of `model`. Stop tokens and sizes still come from `model`.
-        weights: number format of the other engine's matrices.
         bits: bits per weight in the other engine.
     """
 
@@ -127,7 +126,6 @@ class Method:
     assistant: PreTrainedModel | None = None
     assistant_config: Mapping[str, Any] = field(default_factory=dict)
     engine: Engine | None = None
-    weights: str = ""
     bits: float | None = None
 
     def skip_reason(self, rows: int) -> str:

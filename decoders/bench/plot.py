@@ -5,34 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from ..errors import DecodersError, UnknownNameError, amount, installing
+from ..errors import UnknownNameError, UnsupportedError, amount, installing
 from .methods import BASELINE
 from .records import Record
 from .tables import subject
 
 
-class PlotError(DecodersError, RuntimeError):
-    """A plot cannot be drawn or written."""
-
-
-def figure_class() -> Any:
-    """matplotlib's ``Figure``; used without pyplot, so that no display is opened.
-
-    Raises:
-        PlotError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotError(f"--plot needs matplotlib: {installing('bench')}") from error
-    return Figure
-
-
 def check_format(path: Path) -> None:
-    """Raises an error before minutes of measuring: PlotError without matplotlib, UnknownNameError for an unknown format."""
-    formats = figure_class()().canvas.get_supported_filetypes()
+    """Raises an error before minutes of measuring: UnsupportedError without matplotlib, UnknownNameError for an unknown format."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot, which would open a display
+    except ImportError as error:
+        raise UnsupportedError(f"--plot needs matplotlib: {installing('bench')}") from error
+    formats = Figure().canvas.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise UnknownNameError("format of a plot", path.suffix[1:], formats)
 
@@ -41,18 +27,19 @@ def plot(records: Sequence[Record], path: Path) -> None:
     """Writes the picture; bars are medians, whiskers the smallest and largest repeat, the dashed line is transformers.
 
     Raises:
-        PlotError: matplotlib is missing, nothing was measured, or `path` cannot be written.
+        UnsupportedError: no method finished.
     """
-    figure_of = figure_class()
+    from matplotlib.figure import Figure
+
     usable = [r for r in records if r.tokens_per_second is not None]
     panels = [
         (f"{name + ', ' if name else ''}{kind}, {amount(batch, 'row')}, {dtype}", list(group))
         for (name, dtype, batch, kind), group in groupby(usable, key=lambda r: (subject(r), r.dtype, r.batch, r.kind))
     ]
     if not panels:
-        raise PlotError("nothing to plot: no method finished")
+        raise UnsupportedError("nothing to plot: no method finished")
     heights = [len(members) for _, members in panels]
-    figure = figure_of(figsize=(8, sum(0.32 * n + 0.9 for n in heights)), layout="constrained")
+    figure = Figure(figsize=(8, sum(0.32 * n + 0.9 for n in heights)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (title, members) in zip(axes, panels, strict=True):
         speeds = [r.tokens_per_second for r in members if r.tokens_per_second is not None]  # for the type checker
@@ -72,7 +59,4 @@ def plot(records: Sequence[Record], path: Path) -> None:
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("new tokens per second")
         axis.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise PlotError(f"the plot cannot be written to {path}: {error}") from error
+    figure.savefig(path, dpi=150)

@@ -8,19 +8,17 @@ from statistics import median
 from typing import Any
 
 from ..report import BUSY
+from ..report.surroundings import WAITING
 from .figures import (
     Spread,
-    StageFigures,
     StepTimes,
     accepted_length,
-    agreement,
     difference,
     first_tokens,
     looping,
     passes_per_step,
     per_repeat,
     ratio,
-    stage_figures,
     step_times,
 )
 from .machine import weight_bytes
@@ -46,8 +44,6 @@ class Record:
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
         baseline: the method that the tokens were compared with: transformers; or, when sampling or with a grammar, our plain decoding.
         difference: where the tokens first differ from the baseline's.
-        leading: number of new tokens before each row's first difference from the baseline, summed over all rows of all prompts.
-        compared: number of the baseline's new tokens.
         looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`). Loops flatter methods
             that draft from the text so far.
         incomparable: text shown in place of `identical` if the tokens need not be equal, such as "same distribution"; else "".
@@ -60,28 +56,23 @@ class Record:
         accepted_length: mean number of tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats;
             transformers: the mean over one call per prompt.
         draft_passes: number of forward passes per target step, of the models that draft for the target.
-        outside_core: share of the step outside forward, verification and commit.
         overhead: share of the step outside the forward passes of target and draft models.
-        stages: one entry per draft model, see :class:`StageFigures`.
         step_ms: times of the parts of a step.
-        first_call, second_call, compile_seconds, compilations: as in :class:`.WarmupCost`.
+        first_call, compile_seconds, compilations: as in :class:`.WarmupCost`.
         recompilations: number of graphs compiled in all later calls.
-        peak_memory, memory_kind, cache_bytes: as in :class:`.WarmupCost`.
+        peak_memory, cache_bytes: as in :class:`.WarmupCost`.
         weight_bytes: bytes of the target's weights that one step reads.
         samples: the timed calls.
         model: the measured model, as the user named it.
         random_weights: whether the model has random weights (:mod:`~decoders.bench.shapes`); then acceptance means nothing.
         scaled: ``cost-scaled to 0.49B`` if a small model was padded to this size, else "".
         engine: name of another engine; "" for transformers and for our strategies.
-        weights: number format of the other engine's matrices.
         prompt_tokens: median number of tokens of the prompts.
         prefill: seconds of the prefill.
         compiled_share: share of the steps that ran compiled.
         cold_first_token: seconds to the first token of the first call, compilation included, on one prompt of the run.
         memory_added: growth of the process's resident memory in the first two calls, in bytes. Memory that all methods share is
             counted for the first method.
-        pack_seconds: ``timings.pack`` of the first call (:class:`~decoders.report.Timings`).
-        background_seconds: ``timings.background`` of the first call.
         temperature: temperature of the sampling; 0: greedy.
         bandwidth_fraction: bytes of the target's weights per second of the core (transformers: of the step), divided by the
             measured copy bandwidth. A value above 1 shows that weights stay in a cache.
@@ -100,8 +91,6 @@ class Record:
     identical: bool | None = None
     baseline: str = ""
     difference: str = ""
-    leading: int | None = None
-    compared: int | None = None
     looping: float | None = None
     incomparable: str = ""
     tokens_per_second: Spread | None = None
@@ -111,16 +100,12 @@ class Record:
     accepted_length: float | None = None
     draft_passes: float | None = None
     step_ms: StepTimes | None = None
-    outside_core: float | None = None
     overhead: float | None = None
-    stages: list[StageFigures] = field(default_factory=list)
     first_call: float | None = None
-    second_call: float | None = None
     compile_seconds: float | None = None
     compilations: int | None = None
     recompilations: int | None = None
     peak_memory: int | None = None
-    memory_kind: str = "unknown"
     cache_bytes: int | None = None
     weight_bytes: int | None = None
     bandwidth_fraction: float | None = None
@@ -129,14 +114,11 @@ class Record:
     random_weights: bool = False
     scaled: str = ""
     engine: str = ""
-    weights: str = ""
     prompt_tokens: float | None = None
     prefill: Spread | None = None
     compiled_share: float | None = None
     cold_first_token: float | None = None
     memory_added: int | None = None
-    pack_seconds: float | None = None
-    background_seconds: float | None = None
     temperature: float = 0.0
 
     @property
@@ -155,12 +137,15 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns `records` and no warning. If steps waited for more than `BUSY` of their time: copies without ratios, and a warning."""
-    if (waits := waiting(records)) <= BUSY:
+    """Returns `records`, and a warning if steps waited for more than `WAITING` of their time, else "". If they waited for more than
+    `BUSY` of it, the records are copies without ratios.
+    """
+    if (waits := waiting(records)) <= WAITING:
         return list(records), ""
-    return [replace(r, ratio=None, plain_ratio=None) for r in records], (
+    too_busy = waits > BUSY
+    return [replace(r, ratio=None, plain_ratio=None) if too_busy else r for r in records], (
         f"Busy: other processes take the cores, steps waited {waits:.0%} of their time. That slows transformers more than this "
-        "loop, so ratios are left out: measure again on a quiet machine."
+        f"loop, so ratios are {'left out' if too_busy else 'too high'}: measure again on a quiet machine."
     )
 
 
@@ -187,8 +172,7 @@ def summarise(
             record.temperature = method.sampling.temperature if method.sampling is not None else 0.0
             record.model, record.random_weights = model, random_weights
             record.scaled = getattr(method.model.config, "cost_scaled", "")
-            record.engine = str(method.settings.get("engine", "")) if method.weights else ""
-            record.weights = method.weights
+            record.engine = str(method.settings["engine"]) if method.engine is not None else ""
             records.append(record)
     return records
 
@@ -222,7 +206,6 @@ def _record(
         record.baseline = token_baseline.method.name
         record.difference = next(filter(None, (difference(entry, token_baseline, name) for name in names)), "")
         record.identical = not record.difference
-        record.leading, record.compared = agreement(entry, token_baseline, names)
     record.tokens_per_second = Spread.of(list(per_repeat(record.samples).values()))
     record.ratio = ratio(record.samples, _samples(speed_baseline, kind))
     record.first_token = first_tokens(record.samples)
@@ -233,23 +216,18 @@ def _record(
     record.compiled_share = sum(share * n for share, n in steps) / sum(n for _, n in steps) if steps else None
     checks = [entry.checks[name] for name in names]
     record.accepted_length = accepted_length(record.samples, checks)
-    record.draft_passes = passes_per_step(record.samples, checks)
+    record.draft_passes = passes_per_step(checks)
     record.looping = looping([row for check in checks for row in check.tokens])
     record.step_ms = step_times(record.samples, {name: entry.checks[name].steps for name in names})
-    if record.step_ms is not None and record.step_ms.core is not None and record.step_ms.total:
-        record.outside_core = 1 - record.step_ms.core / record.step_ms.total
     overheads = [s.overhead for s in record.samples if s.overhead is not None]
     record.overhead = median(overheads) if overheads else None
-    record.stages = stage_figures([(s.stages, s) for s in record.samples if s.stages])
     if entry.warmup is not None:
         warmup = entry.warmup
-        record.first_call, record.second_call = warmup.first_call, warmup.second_call
+        record.first_call = warmup.first_call
         record.compile_seconds, record.compilations = warmup.compile_seconds, warmup.compilations
         record.recompilations = warmup.second_compilations + sum(s.compilations for s in entry.samples)
-        record.peak_memory, record.memory_kind = warmup.peak_memory, warmup.memory_kind
-        record.cache_bytes = warmup.cache_bytes
+        record.peak_memory, record.cache_bytes = warmup.peak_memory, warmup.cache_bytes
         record.cold_first_token, record.memory_added = warmup.first_token, warmup.memory_added
-        record.pack_seconds, record.background_seconds = warmup.pack_seconds, warmup.background_seconds
     record.weight_bytes = weight_bytes(method.model)
     if method.bits is not None:
         record.weight_bytes = int(record.weight_bytes * method.bits / 8 / method.model.dtype.itemsize)

@@ -26,26 +26,35 @@ NAME_WIDTH = 48
 SHORT_NAME, GAP = 26, 2
 
 
-def summary_table(sections: Mapping[str, Sequence[Record]]) -> Table:
-    """A table for 80 columns with a line for each method, in sections by heading. Notes say why figures are missing or where outputs
-    differ.
+def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", details: bool = False) -> Table:
+    """A table with a line for each method, in sections by heading: medians, and the range of the ratio over the repeats. Notes say
+    why figures are missing or where outputs differ.
+
+    Args:
+        details: whether to add the range of tokens/s, first tokens, and the passes of draft models. Without them the table has 80
+            columns.
     """
-    table = plain_table("", "tokens/s", "ratio", "tok/step", "identical")
+    every = [r for records in sections.values() for r in records]
+    drafted = details and any(r.draft_passes is not None for r in every)
+    first, drafts = ["first token"] if details else [], ["draft/step"] if drafted else []
+    table = plain_table(title, "tokens/s", "ratio", *first, "tok/step", *drafts, "identical")
     for heading, records in sections.items():
         if heading:
             table.add_section()
             table.add_row(Text(heading, style="italic"))
         for r in [r for r in records if r.status == "ok"]:
+            speed = r.tokens_per_second
             table.add_row(
-                _name(r), "" if r.tokens_per_second is None else f"{r.tokens_per_second.median:.0f}",
-                ranged(r.ratio, ".2f", ratio_style(r.ratio)), shown(r.accepted_length, ".2f"), identical(r),
+                _name(r), ranged(speed, ".0f") if details or speed is None else f"{speed.median:.0f}",
+                ranged(r.ratio, ".2f", ratio_style(r.ratio)), *([milliseconds(r.first_token)] if details else []),
+                shown(r.accepted_length, ".2f"), *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
             )  # fmt: skip
     lines: dict[str, list[str]] = {}
-    for r in [r for records in sections.values() for r in records if r.status != "ok" or r.difference]:
+    for r in [r for r in every if r.status != "ok" or r.difference]:
         names = lines.setdefault(reason(r).markup, [])
         names += [r.method] if r.method not in names else []
     captions = [Text.assemble(", ".join(names), ": ", Text.from_markup(why)) for why, names in lines.items()]
-    if any(r.random_weights for records in sections.values() for r in records):
+    if any(r.random_weights for r in every):
         captions.append(Text(RANDOM_WEIGHTS))
     if captions:
         table.caption, table.caption_justify = Text("\n").join(captions), "left"
@@ -117,7 +126,7 @@ def suite_table(together: Sequence[Record], records: Sequence[Record]) -> Table:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Tables per model, dtype, batch size and kind of prompt: speed, parts of a step, draft models if any, start-up and memory."""
+    """Tables per model, dtype, batch size and kind of prompt: speed, parts of a step, start-up and memory."""
     result = []
     for group, kind in dict.fromkeys((r.group, r.kind) for r in records):
         members = [r for r in records if (r.group, r.kind) == (group, kind)]
@@ -128,11 +137,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
         )
         name = subject(members[0])
         title = f"{name + ' · ' if name else ''}{kind} · {amount(batch, 'row')} · {dtype}{drawn}{tokens}"
-        result.append(speed_table(members, title + loops(members)))
+        result.append(speed_table({"": members}, title + loops(members), details=True))
         if any(r.status == "ok" for r in members):
             result.append(step_table(members, f"{title} · ms per step"))
-            if any(r.stages for r in members):
-                result.append(stage_table(members, f"{title} · draft models"))
             result.append(start_table(members, f"{title} · start and memory"))
     return result
 
@@ -150,63 +157,27 @@ def loops(records: Sequence[Record]) -> str:
     return f" · {share:.0%} of the text loops" if share >= 0.005 else ""
 
 
-def speed_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of medians with the range over the repeats, whether outputs equal the baseline's, and why figures are missing."""
-    drafted = any(r.draft_passes is not None for r in records)
-    columns = ("tokens/s", "ratio", "first token", "tok/step", *(["draft/step"] if drafted else []), "identical")
-    table = plain_table(title, *columns)
-    for r in records:
-        if r.status != "ok":
-            continue
-        table.add_row(
-            _name(r), ranged(r.tokens_per_second, ".0f"), ranged(r.ratio, ".2f", ratio_style(r.ratio)),
-            milliseconds(r.first_token), shown(r.accepted_length, ".2f"),
-            *([shown(r.draft_passes, ".2f")] if drafted else []), identical(r),
-        )  # fmt: skip
-    with_reason = [r for r in records if r.status != "ok" or r.difference]
-    lines = [Text.assemble(f"{r.method}: ", reason(r)) for r in with_reason]
-    if any(r.random_weights for r in records):
-        lines.append(Text(RANDOM_WEIGHTS))
-    if lines:
-        table.caption, table.caption_justify = Text("\n").join(lines), "left"
-    return table
-
-
 def step_table(records: Sequence[Record], title: str = "") -> Table:
     """A table of a step's milliseconds by part, and how close the core is to reading the weights at copy speed."""
     parts = ("total", *PARTS)
-    table = plain_table(title, *parts, "outside core", "overhead", "bandwidth")
+    table = plain_table(title, *parts, "overhead", "bandwidth")
     for r in records:
         if r.step_ms is not None:
             times = (shown(getattr(r.step_ms, part), ".2f") for part in parts)
-            shares = shown(r.outside_core, ".1%"), shown(r.overhead, ".1%"), shown(r.bandwidth_fraction, ".0%")
-            table.add_row(_name(r), *times, *shares)
-    return table
-
-
-def stage_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of the draft models' work per target step. A model that drafts for a draft model follows that model, indented."""
-    table = plain_table(title, "model", "drafter", "passes/step", "tok/pass", "forward")
-    for r in records:
-        for stage in r.stages:
-            model = Text("  " * stage.depth + (stage.model.rstrip("/").rpartition("/")[2] or stage.model))
-            table.add_row(
-                _name(r), model, stage.drafter or "", shown(stage.passes, ".2f"), shown(stage.tokens_per_pass, ".2f"),
-                shown(stage.forward_share, ".1%"),
-            )  # fmt: skip
+            table.add_row(_name(r), *times, shown(r.overhead, ".1%"), shown(r.bandwidth_fraction, ".0%"))
     return table
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
     """A table of first tokens, first calls, compiling and memory. Memory that all methods share is counted for the first method."""
-    columns = ("cold first token", "warm", "prefill", "first call", "second", "compile", "graphs", "later", "compiled",
+    columns = ("cold first token", "prefill", "first call", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)
     for r in records:
         if r.status == "ok":
             table.add_row(
-                _name(r), shown(r.cold_first_token, ".2f", " s"), milliseconds(r.first_token), milliseconds(r.prefill),
-                shown(r.first_call, ".2f", " s"), shown(r.second_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
+                _name(r), shown(r.cold_first_token, ".2f", " s"), milliseconds(r.prefill),
+                shown(r.first_call, ".2f", " s"), shown(r.compile_seconds, ".1f", " s"),
                 shown(r.compilations, "d"), shown(r.recompilations, "d"), shown(r.compiled_share, ".0%"),
                 size(r.peak_memory), size(r.memory_added), size(r.cache_bytes),
             )  # fmt: skip
@@ -247,9 +218,7 @@ def identical(record: Record) -> Text:
         return Text(record.incomparable or "?", style="dim")
     if record.identical:
         return Text("yes", style="green")
-    # Other engines round in another order, so the number of tokens before the first difference is shown, too.
-    far = f", {record.leading} of {record.compared}" if record.engine else ""
-    return Text(f"no{far}", style="red" if record.exact else "yellow")
+    return Text("no", style="red" if record.exact else "yellow")
 
 
 def ratio_style(ratio: Spread | None) -> str:

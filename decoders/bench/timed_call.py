@@ -83,7 +83,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
     generate = loaded.generate if method.ours else type(loaded).generate.__get__(loaded)
     drafter = arguments.get("strategy")
     if isinstance(drafter, Synthetic):
-        _rehearse(drafter, generate, arguments)
+        rehearse(drafter, generate, arguments)
     with lent_configs(method), _unwarned(method):
         graphs = graphs_compiled()
         synchronize(model.device)
@@ -96,7 +96,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
     return TimedCall(output.sequences.cpu(), seconds, compiling, graphs_compiled() - graphs, report)
 
 
-def _rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
+def rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Writes this call's text by plain decoding, and stores it in `drafter`, unless the drafter's last text is from an equal call."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]

@@ -90,7 +90,6 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
         ratio=None if all(r.ratio is None for r in records) else ratio(samples, theirs),  # no ratio on a busy machine
         plain_ratio=None if all(r.plain_ratio is None for r in records) else ratio(samples, plain),
         identical=all(compared) if compared else None, difference=next((r.difference for r in records if r.difference), ""),
-        leading=sum(r.leading or 0 for r in records), compared=sum(r.compared or 0 for r in records),
         accepted_length=sum(length * n for length, n in steps) / sum(n for _, n in steps) if steps else None,
     )  # fmt: skip
 

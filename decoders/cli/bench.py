@@ -157,13 +157,9 @@ def measure(
         ),
     ] = None,
     threads: Threads = None,
-    capacity: Annotated[
-        int | None, typer.Option(min=1, help="Minimum length of the KV cache, in tokens per row.")
-    ] = None,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Measure compiled steps; the warm-up compiles them.")
     ] = True,
-    tiers: Annotated[bool, typer.Option("--tiers", help="Also measure every strategy uncompiled.")] = False,
     details: Annotated[
         bool,
         typer.Option(
@@ -216,15 +212,15 @@ def measure(
     of_shapes = shapes is not None
     for text in acceptance or ():
         Synthetic.of(text)
-    names = bench_run.checked_strategies(strategies, of_shapes, tiers, strategy_settings)
+    names = bench_run.checked_strategies(strategies, of_shapes, strategy_settings)
     if suite is not None and names is not None:  # speed-ups of a suite are relative to plain decoding
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,
         assistant_tokenizer=assistant_tokenizer, device=device,
         strategies=names, baselines=bench_run.checked_baselines(baselines), acceptances=acceptance or [],
-        strategy_settings=strategy_settings, loop_settings=loop_settings,
-        compile=compile, capacity=capacity, prompts=prompts, suite=suite,
+        strategy_settings=strategy_settings, loop_settings={"compile": compile} | loop_settings,
+        prompts=prompts, suite=suite,
         questions=[] if suite is None else read_suite(suite, data, limit, seed),
         samplings=(None, Sampling(seed=seed)) if suite is not None and temperature is None and sampling is None else (sampling,),
         prompt_lengths=(lengths or [64]) if of_shapes else lengths, limit=limit, batches=batches,

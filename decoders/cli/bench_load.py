@@ -96,7 +96,7 @@ def measure_load(
 
     import decoders
 
-    from ..bench.load import arrivals, continuous, in_batches, rehearse, scheduled
+    from ..bench.load import arrivals, continuous, in_batches, rehearse_load, scheduled
     from ..bench.synthetic import Synthetic
     from ..bench.tables import fitting, load_table
     from ..prompts.reading import INSTRUCTIONS, encode, instructions
@@ -123,7 +123,7 @@ def measure_load(
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
     # A short load that prepares and compiles the model before the measured runs.
     first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]
-    rehearse(loaded, drafters, waves, options)
+    rehearse_load(loaded, drafters, waves, options)
     ours: list[str | Synthetic | None] = [*named, *drafters]
     runs = [(method, strategy) for method in chosen for strategy in (ours if method in METHODS[:2] else [None])]
 
@@ -159,7 +159,7 @@ def measure_load(
     for part in fitting(table, console.width):
         console.print(part)
     run = {
-        "model": model, "scale": None, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
+        "model": model, "dtype": dtype, "requests": requests, "rows": rows, "rate": rate, "new_tokens": new_tokens,
         "longest": longest, "spread": spread, "repeats": repeats, "seed": seed, "compile": compile,
         **facts,
     }  # fmt: skip

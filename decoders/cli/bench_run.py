@@ -19,7 +19,7 @@ from ..bench import Method, Record, Sampling, machine
 from ..bench.methods import PLAIN, baseline_named, configured_variants, synthetic_methods
 from ..bench.records import comparable
 from ..bench.shapes import SHAPES
-from ..bench.tables import fitting, group_name, headings, suite_table, summary_table, tables
+from ..bench.tables import fitting, group_name, headings, speed_table, suite_table, tables
 from ..bench.timed_call import vocabulary_size, written
 from ..bench.variants import parse
 from ..bench.verdict import Verdict, pooled, verdicts
@@ -28,7 +28,7 @@ from ..prompts.reading import Content, Texts, read_prompts
 from ..prompts.suites import SUITES, Question, conversations
 from ..registry import registry
 from . import models
-from .benches import in_both_tiers, interrupted_by_sigterm, pieces, progress_bar
+from .benches import interrupted_by_sigterm, pieces, progress_bar
 from .console import waiting
 
 
@@ -43,8 +43,7 @@ class Plan:
         strategies, baselines: names of strategies and of transformers' methods; None: all.
         acceptances: acceptance rates of simulated drafters, the values of ``--acceptance``.
         strategy_settings: settings of strategies, by strategy.
-        loop_settings: settings of the loop that were given with ``--set``.
-        compile, capacity: settings of the loop that were given with ``--compile`` and ``--capacity``.
+        loop_settings: settings of the loop, by name.
         samplings: sampling settings (None: greedy decoding). Everything is measured with each of them.
         prompts: kinds of prompts, or a file; None: instructions if the tokenizer has a chat template, else ``all``.
         suite: name of a published benchmark; None without a benchmark.
@@ -65,8 +64,6 @@ class Plan:
     acceptances: list[str]
     strategy_settings: dict[str, dict[str, Any]]
     loop_settings: dict[str, Any]
-    compile: bool
-    capacity: int | None
     samplings: tuple[Sampling | None, ...]
     prompts: str | None
     suite: str | None
@@ -79,20 +76,13 @@ class Plan:
     repeats: int
     seconds: float | None = None
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """All settings of the loop, by name."""
-        slots = {"slots": self.capacity} if self.capacity else {}
-        return {"compile": self.compile} | slots | self.loop_settings
-
     def as_dict(self) -> dict[str, Any]:
         """The plan as an entry of the JSON file."""
         return {
             "model": None if self.of_shapes else self.subjects[0], "shapes": self.subjects if self.of_shapes else [],
-            "draft": self.draft, "scale": None, "beside": [], "new_tokens": self.new_tokens, "repeats": self.repeats,
-            "compile": self.config["compile"], "seconds": self.seconds,
-            "slots": self.capacity, "prompts": self.prompts, "prompt_lengths": self.prompt_lengths,
-            "loop": self.loop_settings, "sampling": self.samplings[-1] and asdict(self.samplings[-1]),
+            "draft": self.draft, "new_tokens": self.new_tokens, "repeats": self.repeats, "seconds": self.seconds,
+            "prompts": self.prompts, "prompt_lengths": self.prompt_lengths, "loop": self.loop_settings,
+            "sampling": self.samplings[-1] and asdict(self.samplings[-1]),
             "suite": self.suite, "questions": [question.name for question in self.questions],
         }  # fmt: skip
 
@@ -111,12 +101,11 @@ def checked_subjects(model: str | None, shapes: Sequence[str] | None) -> list[st
 
 
 def checked_strategies(
-    strategies: Sequence[str] | None, of_shapes: bool, tiers: bool, settings: Mapping[str, Mapping[str, Any]]
+    strategies: Sequence[str] | None, of_shapes: bool, settings: Mapping[str, Mapping[str, Any]]
 ) -> list[str] | None:
     """Names of the strategies to measure; None: all.
 
     Args:
-        tiers: whether to measure each strategy uncompiled as well.
         settings: settings by strategy. They apply to all variants of a strategy, such as ``prompt_lookup[compile=false]``.
 
     Raises:
@@ -128,7 +117,7 @@ def checked_strategies(
     if of_shapes:
         names = names or ["autoregressive", "prompt_lookup"]
     configured_variants(list(registry().strategies()) if names is None else names, settings)
-    return in_both_tiers(names) if tiers else names
+    return names
 
 
 def checked_baselines(baselines: Sequence[str] | None) -> list[str] | None:
@@ -237,7 +226,7 @@ class Run:
     @property
     def busy(self) -> str:
         """A warning if other processes kept the CPU's cores busy, otherwise an empty string."""
-        return comparable(self.measured)[1] or str(self.facts.get("busy", ""))
+        return comparable(self.measured)[1]
 
     def verdicts(self) -> list[Verdict]:
         """The recommended method of each group (model, dtype, batch size and temperature)."""
@@ -251,7 +240,7 @@ class Run:
             width: number of columns of the console.
         """
         groups = pooled(self.records)
-        shown: list[Table | Text] = [*fitting(summary_table(headings(groups)), width)]
+        shown: list[Table | Text] = [*fitting(speed_table(headings(groups)), width)]
         for verdict in self.verdicts():
             records = groups[verdict.group]
             about = f"{group_name(records[0])}: " if len(groups) > 1 else ""
@@ -296,13 +285,13 @@ class Run:
             sampling = plan.samplings[-1]
             methods += bench.transformers_methods(target, assistant, plan.baselines, label, sampling, tokenizers)
             methods += bench.strategy_methods(
-                target, plan.strategies, assistant, plan.strategy_settings, plan.config, tokenizer, label, sampling,
+                target, plan.strategies, assistant, plan.strategy_settings, plan.loop_settings, tokenizer, label, sampling,
                 tokenizers.get("assistant_tokenizer"),
             )  # fmt: skip
             methods += synthetic_methods(
                 target,
                 plan.acceptances,
-                decoders_config=plan.config,
+                decoders_config=plan.loop_settings,
                 tokenizer=tokenizer,
                 dtype=label,
                 sampling=sampling,
@@ -369,14 +358,13 @@ class Run:
                     share = plan.seconds / len(plan.subjects)
                     seconds = max(share - (time.monotonic() - began), 0.0) / (runs - number)
                 drawing = [replace(method, sampling=sampling) for method in methods]
-                total = bench.calls(len(methods), len(group), plan.repeats) - len(methods) * len(group) * (
-                    plan.suite is not None
-                )
+                checks = plan.suite is None and seconds is None
+                total = len(methods) * (1 + len(group) * (plan.repeats + checks))
                 try:
                     with progress_bar(self.console, total) as advance:
                         entries = bench.measure(
                             drawing, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
-                            first_tokens=plan.suite is None, checks=plan.suite is None, seconds=seconds, measured=measured,
+                            first_tokens=plan.suite is None, checks=checks, seconds=seconds, measured=measured,
                         )  # fmt: skip
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..common.files import write_whole
-from ..errors import SettingsError, amount, installing
+from ..errors import SettingsError, installing
 from .console import plain_console
 
 if TYPE_CHECKING:
@@ -60,17 +60,6 @@ def by_strategy(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
         if name not in loop_settings and not isinstance(value, dict):
             raise SettingsError(f"--set {name}=…: name the strategy too, as in --set prompt_lookup.{name}=…")
     return loop_settings, {name: value for name, value in settings.items() if name not in loop_settings}
-
-
-def in_both_tiers(names: Sequence[str] | None) -> list[str]:
-    """The strategies `names` (None: all strategies), each followed by its uncompiled variant."""
-    from ..bench.variants import COMPILE, with_setting
-    from ..registry import registry
-
-    variants = []
-    for name in registry().strategies() if names is None else names:
-        variants += [name, with_setting(name, f"{COMPILE}=false")]
-    return variants
 
 
 def numbers(text: str, expected: str = "--batch takes batch sizes such as 1,4") -> list[int]:
@@ -202,13 +191,14 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def footnote(machine: dict[str, Any]) -> str:
-    """A line about the machine and the versions of the libraries. machine: from :func:`decoders.bench.machine.facts`."""
-    missing = "" if machine["memory"] else f"; memory not measured, it takes {installing('bench')}"
+def footnote(facts: dict[str, Any]) -> str:
+    """A line about the machine and the versions of the libraries. facts: from :func:`decoders.bench.machine.facts`."""
+    from ..bench.machine import line
+
+    missing = "" if facts["memory"] else f"; added memory not measured, it takes {installing('bench')}"
     return (
-        f"{machine['cpu']}, {amount(machine['threads'], 'thread')}, device {machine['device']}, "
-        f"copy bandwidth {machine['copy_bandwidth'] / 1e9:.1f} GB/s; "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, decoders {machine['decoders']}{missing}"
+        f"{line(facts)}, copy bandwidth {facts['copy_bandwidth'] / 1e9:.1f} GB/s; "
+        f"torch {facts['torch']}, transformers {facts['transformers']}, decoders {facts['decoders']}{missing}"
     )
 
 

@@ -190,26 +190,6 @@ def settings() -> Iterator[Finding]:
         yield Finding("settings", "ok", f"valid: environment, {path or 'no file'} (`decoders config` shows them)")
 
 
-def enabling() -> Iterator[Finding]:
-    """A note that explains transformers' error for a model that was not enabled."""
-    unused = "The following `model_kwargs` are not used by the model: ['strategy']"
-    yield Finding("enable", "note", f'if generate(strategy=…) says "{unused}", decoders.enable(model) was not called')
-
-
-def demo_models() -> Iterator[Finding]:
-    """Whether ``decoders demo`` has its models."""
-    from .. import demo
-
-    if demo.available():
-        yield Finding("demo", "ok", "models present")
-    else:
-        yield Finding(
-            "demo",
-            "warning",
-            "models absent: install hf-decoders again, or train them with `decoders train demo`, of the distribution decoders-lab",
-        )
-
-
 def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Finding]:
     """Whether all strategies write the same tokens with the model `name` in this dtype on this device, and whether kernels work."""
     from ..engine.model.invariance import check
@@ -252,5 +232,5 @@ def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    versions, clash, device, cpu_kernels, compiler, plugins, settings, demo_models, enabling,
+    versions, clash, device, cpu_kernels, compiler, plugins, settings,
 )  # fmt: skip

@@ -107,20 +107,14 @@ def grammars(
         ready = library.find(name)
         typer.echo(json.dumps(asdict(ready), indent=2, ensure_ascii=False) if as_json else ready.text)
         return
-    library_grammars = [library.find(file) for file in library.names()]
-    if as_json:
-        listed = [{key: value for key, value in asdict(ready).items() if key != "text"} for ready in library_grammars]
-        typer.echo(json.dumps([*listed, *others.values()], indent=2, ensure_ascii=False))
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("grammar", "kind", "what it accepts")
-    for ready in library_grammars:
-        table.add_row(Text(ready.name, style="bold"), ready.kind, Text(ready.description))
-    for item in others.values():
-        table.add_row(Text(item["name"], style="bold"), "", f"of {_provider(item)}")
-    plain_console().print(table)
+    ready_grammars = [asdict(library.find(file)) for file in library.names()]
+    listed = [{key: value for key, value in ready.items() if key != "text"} for ready in ready_grammars]
+    _list(
+        [*listed, *others.values()], as_json,
+        grammar=lambda item: item["name"],
+        kind=lambda item: item.get("kind", ""),
+        what_it_accepts=lambda item: item.get("description") or f"of {_provider(item)}",
+    )  # fmt: skip
 
 
 def plugins(

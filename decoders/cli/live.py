@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from contextlib import nullcontext
 from typing import Any
@@ -22,8 +21,6 @@ from ..common.pieces import TextPieces
 ACCEPTED, OWN = "bold green", "white"
 #: Number of lines of the prompt that stay in view.
 PROMPT_LINES = 4
-#: The time for preparing and compiling a model is shown if it is at least this number of seconds.
-SHOWN_SECONDS = 0.5
 
 
 class ColouredStream(BaseStreamer):
@@ -36,13 +33,11 @@ class ColouredStream(BaseStreamer):
         pieces: (text, accepted) for each token. If the text depends on later tokens, it is "" here, and the later tokens' text
             contains it. :meth:`end` may add one more piece.
         steps: number of steps so far.
-        drawing: seconds spent in `on_change`. This function is called after each step to draw the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_change: Any = lambda: None) -> None:
-        self.tokenizer, self.on_change = tokenizer, on_change
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.steps = tokenizer, 0
         self.pieces: list[tuple[str, bool]] = []
-        self.steps, self.drawing = 0, 0.0
         self._tokens: list[int] = []
         self._accepted: deque[bool] = deque()
         self._texts: TextPieces | None = None  # once the prompt is known
@@ -60,59 +55,40 @@ class ColouredStream(BaseStreamer):
             self._tokens.append(token)
             accepted = self._accepted.popleft() if self._accepted else False
             self.pieces.append((self._texts.next(self._tokens, ended=False), accepted))
-        if not self._accepted:  # the step is complete, or the method does not report steps
-            self._draw()
 
     def end(self) -> None:
         if self._texts is not None and (rest := self._texts.next(self._tokens, ended=True)):
             self.pieces.append((rest, self.pieces[-1][1]))
-        self._draw()
 
     def text(self) -> Text:
         """The text so far, with accepted draft tokens in another colour."""
         return Text.assemble(*((piece, ACCEPTED if accepted else OWN) for piece, accepted in self.pieces))
-
-    def _draw(self) -> None:
-        started = time.perf_counter()
-        self.on_change()
-        self.drawing += time.perf_counter() - started
 
 
 def show(
     console: Console, method: Method, workload: Workload, tokenizer: PreTrainedTokenizerBase, name: str, prompt: str,
     new_tokens: int,
 ) -> None:  # fmt: skip
-    """Decodes `workload` (one row) and shows the text while it grows.
+    """Decodes `workload` (one row) with one of our methods and shows the text, on a terminal while it grows.
 
-    The shown speed excludes the time for drawing. At the end it also excludes the time for preparing and compiling the model. This
-    time is shown beside the speed.
+    The speed is shown at the end, as the report has it: without the time for preparing and compiling the model.
     """
-    started, ready = time.perf_counter(), 0.0
-    stream = ColouredStream(tokenizer)
+    stream, report = ColouredStream(tokenizer), None
 
     def panel() -> Panel:
-        seconds = time.perf_counter() - started - stream.drawing - ready
-        count = len(stream.pieces)
-        figures = f"{count / seconds:.0f} tokens/s" if seconds > 0 else ""
-        title = Text.assemble(name, " · ", (method.name, "bold"))
+        figures = [] if report is None else [f"{report.tokens_per_second:.0f} tokens/s"]
         if stream.steps:
-            figures += f" · {count / stream.steps:.2f} tokens per step"
-            title = Text.assemble(title, "   ", ("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN))
-        if ready >= SHOWN_SECONDS:
-            figures += f" · {ready:.0f} s of compiling, apart"
+            figures.append(f"{len(stream.pieces) / stream.steps:.2f} tokens per step")
+        colours = Text.assemble(("drafted ahead", ACCEPTED), " · ", ("the target's own", OWN))
         return Panel(
             Text.assemble(*_tail(prompt, stream.text(), console)),
-            title=title, title_align="left", subtitle=figures, subtitle_align="right", expand=console.is_terminal,
+            title=Text.assemble(name, " · ", (method.name, "bold"), "   ", colours), title_align="left",
+            subtitle=" · ".join(figures), subtitle_align="right", expand=console.is_terminal,
         )  # fmt: skip
 
-    with nullcontext() if not console.is_terminal else Live(panel(), console=console, auto_refresh=False) as view:
-        if view is not None:
-            stream.on_change = lambda: view.update(panel(), refresh=True)
+    with Live(get_renderable=panel, console=console) if console.is_terminal else nullcontext():
         report = decode(method, workload, new_tokens, stream).report
-        if report is not None:
-            ready = report.timings.ready + report.timings.compile
-        stream.on_change()
-    if view is None:
+    if not console.is_terminal:
         console.print(panel())
 
 

@@ -216,7 +216,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     """Prints the measurements as tables, the recommendation with its code, and further advice."""
     from rich.text import Text
 
-    from ..bench.tables import fitting, summary_table
+    from ..bench.tables import fitting, speed_table
     from ..bench.verdict import pooled
 
     tiers = {
@@ -224,7 +224,7 @@ def print_advice(advice: Advice, console: Console) -> None:
         "compiled": [r for r in advice.records if r.compiled_share == 1],
     }
     together = {name: next(iter(pooled(records).values())) for name, records in tiers.items() if records}
-    for table in fitting(summary_table(together), console.width):
+    for table in fitting(speed_table(together), console.width):
         console.print(table)
     if advice.busy:
         console.print(advice.busy, style="yellow")

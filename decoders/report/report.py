@@ -235,7 +235,7 @@ class Report:
         return f"<table>{rows}</table>{bars(self.accepted_lengths)}{text}"
 
     def tree(self, step: int, row: int = 0) -> Tree:
-        """The draft tree of a step, counted from 0: ``print`` draws it as text, ``svg()`` and notebooks as a picture.
+        """The draft tree of a step, counted from 0, which ``print`` and notebooks draw as text.
 
         Raises:
             SettingsError: no trees were kept (``decoders_config={"trace": True}`` keeps them), or no such step or row exists.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class Written:
         tokens: the new tokens.
         drafters: the drafter of each new token, "" for the target's own tokens.
         steps: every step of each row; an empty list for a row without the setting ``trace``.
-        tokenizer: the call's tokenizer or None. A pickle stores the texts of tokens instead.
+        tokenizer: the call's tokenizer or None. A pickle leaves it out: the texts of tokens are then their ids.
     """
 
     prompts: Sequence[Tensor]
@@ -53,25 +53,16 @@ class Written:
     drafters: list[list[str]]
     steps: list[list[TracedStep]]
     tokenizer: PreTrainedTokenizerBase | None = None
-    _texts: dict[int, str] | None = field(default=None, repr=False)
-    _pieces: list[list[tuple[str, str]]] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        traced = {token for steps in self.steps for step in steps for token in (*step.tokens, step.own)}
-        texts = {token: self.text_of(token) for token in traced if token is not None and token >= 0}
-        pieces = [self.pieces(row) for row in range(len(self.tokens))]
-        return vars(self) | {"tokenizer": None, "_texts": texts, "_pieces": pieces}
+        return vars(self) | {"tokenizer": None}
 
     def text_of(self, token: int) -> str:
         """The text of a token, escaped as in a ``repr``; its id without a tokenizer."""
-        if self._texts is not None and token in self._texts:
-            return self._texts[token]
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
 
     def pieces(self, row: int = 0) -> list[tuple[str, str]]:
         """A row's new text as pieces ``(text, drafter of its last token)``; the drafter "" is the target. Ids without a tokenizer."""
-        if self._pieces is not None:
-            return self._pieces[row]
         tokens, drafters = self.tokens[row], self.drafters[row]
         if self.tokenizer is None:
             return [(f"{token} ", who) for token, who in zip(tokens, drafters, strict=True)]
@@ -104,9 +95,9 @@ class Written:
         return Tree(traced, texts, self.text_of(traced.own) if traced.own is not None else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tree:
-    """The draft tree of a step: ``print`` draws it as text, :meth:`svg` and notebooks as a picture.
+    """The draft tree of a step, which ``print`` and notebooks draw as text.
 
     Attributes:
         step: the step to draw.
@@ -124,6 +115,8 @@ class Tree:
     def __str__(self) -> str:
         return "\n".join(self._lines(0, "", ""))
 
+    __repr__ = __str__
+
     def _lines(self, node: int, lead: str, below: str) -> Iterator[str]:
         """The lines of a node and its descendants. A chain of accepted tokens is one line, and so is a chain of rejected tokens."""
         chain, path = [node], self.step.path
@@ -138,59 +131,6 @@ class Tree:
             yield from self._lines(child, below + ("└─" if last else "├─"), below + ("  " if last else "│ "))
         if ends:
             yield f"{below}└─= [{self.own}]  (the model's own)"
-
-    def svg(self) -> str:
-        """An SVG picture: accepted nodes are filled, rejected nodes pale, and the target's token has a blue edge."""
-        width, height, gap = 8.0, 34, 26
-        boxes: list[tuple[float, float, str, str]] = []
-        lines: list[str] = []
-        lowest = 0
-
-        def place(node: int, x: float) -> float:
-            """Draws a node and its descendants, and returns the node's y coordinate."""
-            nonlocal lowest
-            text, path = self.texts[node], self.step.path
-            wide = width * max(len(text), 1) + 14
-            ends = [place(child, x + wide + gap) for child in self._children(node)]
-            if node == path[-1] and self.own:
-                ends.append(lowest * height + height / 2)
-                boxes.append((x + wide + gap, ends[-1], self.own, "own"))
-                lowest += 1
-            if not ends:
-                ends = [lowest * height + height / 2]
-                own_height = ends[0]
-                lowest += 1
-            else:
-                own_height = sum(ends) / len(ends)
-                lines.extend(
-                    f'<path d="M{x + wide:.0f} {own_height:.0f}L{x + wide + gap:.0f} {end:.0f}" stroke="#8b949e" fill="none"/>'
-                    for end in ends
-                )
-            boxes.append((x, own_height, text, "root" if not node else "accepted" if node in path else "rejected"))
-            return own_height
-
-        place(0, 10)
-        right = max(x + width * max(len(text), 1) + 24 for x, _, text, _ in boxes)
-        styles = {
-            "root": ("#30363d", "#8b949e", "#e6edf3"), "own": ("#0d1117", "#58a6ff", "#e6edf3"),
-            "accepted": ("#196c2e", "#3fb950", "#ffffff"), "rejected": ("#0d1117", "#484f58", "#8b949e"),
-        }  # fmt: skip
-        drawn = []
-        for x, y, text, kind in boxes:
-            fill, edge, ink = styles[kind]
-            wide = width * max(len(text), 1) + 14
-            drawn.append(
-                f'<rect x="{x:.0f}" y="{y - 12:.0f}" width="{wide:.0f}" height="24" rx="5" fill="{fill}" stroke="{edge}"/>'
-                f'<text x="{x + 7:.0f}" y="{y + 5:.0f}" fill="{ink}">{escape(text)}</text>'
-            )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{right:.0f}" height="{lowest * height + 12}" role="img" '
-            'aria-label="the draft tree of a step"><rect width="100%" height="100%" rx="8" fill="#0d1117"/>'
-            '<g transform="translate(0 6)" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13" xml:space="preserve">'
-            + "".join(lines) + "".join(drawn) + "</g></svg>\n"
-        )  # fmt: skip
-
-    _repr_svg_ = svg
 
 
 def bars(histogram: Sequence[int]) -> str:

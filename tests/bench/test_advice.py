@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import decoders
 from decoders import bench
-from decoders.bench import advice, measurement, pace, records
+from decoders.bench import advice, measurement, records
 from decoders.bench.advice import Advice, Outlook
 from decoders.bench.figures import Spread
 from decoders.bench.verdict import Verdict
@@ -156,8 +156,8 @@ def test_figures_have_what_they_are_of_beside_them_and_a_condition_where_the_mac
         "2 of 3 prompts (more with more seconds), 16 new tokens each, weights in bfloat16, uncompiled; Some CPU, 2 threads, "
         "device cpu; 60 s"
     )
-    one = replace(quiet, prompts=1, given=1, machine={"threads": 1})
-    assert one.measured == "1 prompt, 16 new tokens each, weights in bfloat16, uncompiled; 1 thread; 60 s"
+    one = replace(quiet, prompts=1, given=1, machine={})
+    assert one.measured == "1 prompt, 16 new tokens each, weights in bfloat16, uncompiled; 60 s"
     too_busy = replace(one, records=(SimpleNamespace(compiled_share=None), SimpleNamespace(compiled_share=1.0)))
     assert "uncompiled" not in too_busy.measured  # compiled steps were measured, and not compared
     lines = str(replace(quiet, busy="Busy: others run.")).splitlines()
@@ -206,7 +206,7 @@ def test_nothing_begins_that_cannot_end_within_the_time(
         return replace(done, seconds=1.0)
 
     decode, clock = advice.decode, SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
-    for module in (advice, measurement, pace):
+    for module in (advice, measurement):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(advice, "decode", decoded)
     monkeypatch.setattr(advice, "_compiled", lambda arguments: compiled.append(now[0]) or dict(arguments))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoders.bench import machine
-from decoders.bench.machine import PeakMemory, copy_bandwidth, facts, resident, weight_bytes
+from decoders.bench.machine import copy_bandwidth, facts, resident, weight_bytes, with_peak_memory
 from decoders.testing import tiny_model
 
 
@@ -36,33 +35,16 @@ def test_facts_are_json_safe_and_name_the_versions() -> None:
     assert found["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize(
-    ("waits", "threads", "said"),
-    [
-        (0.5, 2, "waits 50% of its time. That slows transformers more"),
-        (0.5, 1, "of its time. Speeds vary"),
-        (0.0, 2, ""),
-    ],
-)
-def test_a_busy_machine_is_said_to_be_busy(
-    waits: float, threads: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr(machine, "busy_share", lambda seconds: waits)
-    assert said in machine.busy() and bool(machine.busy()) == bool(said)
-
-
 def test_peak_memory_sees_what_was_freed_again() -> None:
-    with PeakMemory(torch.device("cpu")) as before:
-        pass
-    # Not by malloc, which may have as much that was freed before.
-    with PeakMemory(torch.device("cpu")) as memory, mmap(-1, 64 << 20) as pages:
-        for begin in range(0, len(pages), PAGESIZE):
-            pages[begin] = 1
-    if memory.kind == "process":  # the system may tell nothing
-        assert memory.bytes - before.bytes > 32 << 20
-    else:
-        assert (memory.kind, memory.bytes) == ("unknown", None)
+    def work(size: int) -> None:
+        with mmap(-1, size) as pages:  # not by malloc, which may have as much that was freed before
+            for begin in range(0, len(pages), PAGESIZE):
+                pages[begin] = 1
+
+    _, before = with_peak_memory(torch.device("cpu"), lambda: work(PAGESIZE))
+    _, peak = with_peak_memory(torch.device("cpu"), lambda: work(64 << 20))
+    if peak is not None:  # the system may tell nothing
+        assert before is not None and peak - before > 32 << 20
 
 
 def test_memory_of_the_process_grows_with_what_it_holds() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decoders import bench
-from decoders.bench.tables import speed_table, tables
+from decoders.bench.tables import speed_table
 
 from .conftest import TEXTS
 
@@ -45,10 +45,9 @@ def test_only_coupled_drafts_promise_the_same_tokens(model: Any, draft: Any, tok
     ]
     assert [r.verifier for r in records] == ["", "", "coupled", "coupled", "rejection"]
     assert all(r.ratio is not None for r in records), "speed still refers to transformers"
-    cells = [str(cell) for column in speed_table(records).columns for cell in column.cells]
+    cells = [str(cell) for column in speed_table({"": records}).columns for cell in column.cells]
     assert cells.count("n/a") == 2
     assert cells.count("same distribution") == 1
-    assert any("draft models" in str(table.title) for table in tables(records))
 
 
 def test_every_round_draws_other_tokens_and_all_draw_the_same(model: Any, tokenizer: Any) -> None:

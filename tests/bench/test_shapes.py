@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from decoders.bench.shapes import SHAPES, RandomShape, build, random_workloads
+from decoders.bench.shapes import SHAPES, build, random_workloads
 from decoders.errors import UnknownNameError
 
-SMALL = RandomShape("llama", dict(
-    num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-    vocab_size=128, max_position_embeddings=256, tie_word_embeddings=True))  # fmt: skip
+SMALL = dict(
+    model_type="llama", num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    vocab_size=128, max_position_embeddings=256, tie_word_embeddings=True)  # fmt: skip
 
 
 @pytest.fixture

@@ -116,14 +116,14 @@ def test_without_a_known_text_nothing_is_drafted() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_of_a_scheduler_that_come_and_go_find_their_texts(rows: int) -> None:
-    from decoders.bench.load import arrivals, rehearse, scheduled
+    from decoders.bench.load import arrivals, rehearse_load, scheduled
 
     model = decoders.enable(tiny_model("llama"))
     model.generation_config.eos_token_id = None
     options: dict[str, Any] = {"decoders_config": {"compile": False}, "pad_token_id": 0}
     load = arrivals([[3, 4, 5], [6, 7]], 5, median=12, longest=20)
     drafter, steps = Synthetic.of("1,1"), []
-    rehearse(model, [drafter], load, options)
+    rehearse_load(model, [drafter], load, options)
     asked = drafter.propose
     drafter.propose = lambda state, sequences: steps.append(1) or asked(state, sequences)  # type: ignore[method-assign,func-returns-value]
     scheduled(model, drafter, load, rows, options)

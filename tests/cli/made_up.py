@@ -10,7 +10,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from decoders.bench.advice import Advice, Outlook
-from decoders.bench.figures import Spread, StageFigures, StepTimes
+from decoders.bench.figures import Spread, StepTimes
 from decoders.bench.load import LoadResult
 from decoders.bench.measurement import Measurement
 from decoders.bench.records import Record
@@ -46,14 +46,13 @@ def record(method: str, kind: str, batch: int, factor: float) -> Record:
         method, "float32", batch, kind, ours=ours, samples=samples, identical=True, baseline="transformers",
         tokens_per_second=Spread.of(speeds), ratio=Spread.of([value / 30 for value in speeds]),
         first_token=Spread.of([0.0213]), accepted_length=length, prompt_tokens=212, looping=0.07, first_call=2.31,
-        second_call=1.04, compile_seconds=12.4 if ours else 0.0, compilations=3, recompilations=0, compiled_share=1.0,
+        compile_seconds=12.4 if ours else 0.0, compilations=3, recompilations=0, compiled_share=1.0,
         peak_memory=1_300 << 20, memory_added=210 << 20, cache_bytes=24 << 20, cold_first_token=1.27,
         prefill=Spread.of([0.0187]), step_ms=StepTimes(24.4, 0.31, 0.0, 22.9, 0.4, 0.79) if ours else StepTimes(33.3),
-        outside_core=0.061, overhead=0.048, bandwidth_fraction=0.71,
+        overhead=0.048, bandwidth_fraction=0.71,
     )  # fmt: skip
     if method.startswith("speculative"):
         result.settings, result.draft_passes = {"speculative": {"length": 2, "tree": "static"}}, 2.0
-        result.stages = [StageFigures("/models/draft", 0, "ngram", 2.0, 1.4, 0.31)]
     return result
 
 
@@ -74,7 +73,6 @@ def records(
         for name in ("medusa", "eagle3")
     ]
     made[-1].identical, made[-1].difference = False, "story-01, row 0, new token 41"
-    made[-1].leading, made[-1].compared = 41, 64
     return made + absent
 
 
@@ -174,7 +172,6 @@ def print_findings(console: Console) -> None:
         doctor.Finding("python", "ok", "3.11.7"),
         doctor.Finding("threads", "warning", busy),
         doctor.Finding("plugin", "problem", "my-plugin (my-distribution 1.2): it has no strategy"),
-        *doctor.enabling(),
         doctor.promise(Invariance(True, ("the branch of a tree",)), "float32", low_precision=False),
         doctor.promise(Invariance(True, ("the branch of a tree",)), "bfloat16", low_precision=True),
     ]

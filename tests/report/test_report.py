@@ -150,15 +150,14 @@ def test_the_trees_of_a_call_spell_its_tokens(traced: Any, strategy: str) -> Non
     assert set(named) <= parts
 
 
-def test_a_tree_is_drawn_as_text_and_as_a_picture(traced: Any) -> None:
+def test_a_tree_is_drawn_as_text(traced: Any) -> None:
     report = traced[1]["prompt_lookup+ngram"][0]
     longest = max(range(len(report.written.steps[0])), key=lambda step: len(report.written.steps[0][step].path))
     tree = report.tree(longest)
     lines = str(tree).splitlines()
     assert lines[0].startswith("[") and "+ [" in lines[1] and "(prompt_lookup)" in str(tree)
     assert sum("(the model's own)" in line for line in lines) == 1
-    svg = tree.svg()
-    assert svg.count("<rect") == 2 + sum(token >= 0 for token in tree.step.tokens)
+    assert repr(tree) == str(tree)
     for wanted in ("step 99 of row 0", "row 7"):
         step, row = (99, 0) if "99" in wanted else (0, 7)
         with pytest.raises(SettingsError, match=wanted):
@@ -178,7 +177,8 @@ def test_a_report_reads_as_a_table_and_shows_itself_in_a_notebook(traced: Any) -
     html = report._repr_html_()
     assert all(f"color:{colour}" in html for colour in report.written.colours().values()) and "<svg" in html
     kept = pickle.loads(pickle.dumps(report))
-    assert kept.written.tokenizer is None and kept._repr_html_() == html and str(kept.tree(0)) == str(report.tree(0))
+    assert kept.written.tokenizer is None and kept.written.tokens == report.written.tokens
+    assert f"[{report.written.steps[0][0].tokens[0]}]" in str(kept.tree(0)), "a token's text is its id then"
     figures = json.loads(json.dumps(report.as_dict()))
     assert figures["seconds"] == pytest.approx(report.seconds) and "written" not in figures
 

@@ -70,8 +70,10 @@ def test_llama_cpp_writes_the_tokens_of_the_same_weights(tokenizer: Any, tmp_pat
     records = compared(names, tokenizer, tmp_path, draft=llama(seed=1))
     for name in names:
         record = records[name]
-        assert record.status == "ok" and record.engine == "llama.cpp" and record.weights == "f32", record.reason
-        assert record.identical and record.leading == record.compared == 2 * NEW, record.difference
+        assert record.status == "ok" and record.engine == "llama.cpp" and record.settings["weights"] == "f32", (
+            record.reason
+        )
+        assert record.identical, record.difference
 
 
 @needs_llama
@@ -87,7 +89,7 @@ def test_llama_cpp_decodes_several_rows(tokenizer: Any, tmp_path: Path) -> None:
 def test_llama_cpp_reads_every_number_format(number_format: str, tokenizer: Any, tmp_path: Path) -> None:
     record = compared([f"llama.cpp[{number_format}]"], tokenizer, tmp_path)[f"llama.cpp[{number_format}]"]
     assert record.status == "ok", record.reason
-    assert record.leading is not None and record.compared == 2 * NEW and record.tokens_per_second is not None
+    assert record.identical is not None and record.tokens_per_second is not None
 
 
 @needs_llama
@@ -107,7 +109,7 @@ def test_openvino_writes_the_tokens_of_the_same_weights(tokenizer: Any, tmp_path
     for name in names:
         record = records[name]
         assert record.status == "ok" and record.engine == "openvino", record.reason
-        assert record.identical and record.leading == record.compared == 2 * NEW, record.difference
+        assert record.identical, record.difference
 
 
 @needs_openvino
@@ -250,8 +252,7 @@ def test_any_engine_is_measured_as_ours_are(
     entries = bench.measure([*methods, other], bench.workloads(tokenizer, PROMPTS, 2), new_tokens=6, repeats=2)
     record = bench.summarise(entries)[-1]
     assert record.status == "ok", record.reason
-    assert record.identical is False and record.leading is not None and record.leading < record.compared == 12
-    assert "of 12" in identical(record).plain
+    assert record.identical is False and identical(record).plain == "no" and "new token" in record.difference
     assert record.first_token is not None, "a call ends at its first token without passing through the engine"
     assert record.tokens_per_second is not None and record.ratio is not None
     ours = next(r for r in bench.summarise(entries) if r.method == "autoregressive")

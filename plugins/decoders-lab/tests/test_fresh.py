@@ -17,12 +17,12 @@ from decoders_lab.fresh_tables import fresh_tables
 from rich.console import Console
 from typer.testing import CliRunner
 
-from decoders.bench.shapes import SHAPES, RandomShape
+from decoders.bench.shapes import SHAPES
 from decoders.cli import app
 
-SMALL = RandomShape("llama", dict(
-    num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-    vocab_size=128, max_position_embeddings=256, tie_word_embeddings=True))  # fmt: skip
+SMALL = dict(
+    model_type="llama", num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    vocab_size=128, max_position_embeddings=256, tie_word_embeddings=True)  # fmt: skip
 
 
 @pytest.fixture

@@ -147,14 +147,16 @@ def beside_methods(
         kind = ENGINES[request.engine]
         method = Method(
             request.name, table_dtype(request.number_format, dtypes), model, exact=False,
-            settings={"engine": request.engine, "mode": request.mode or "plain"},
+            settings={
+                "engine": request.engine, "mode": request.mode or "plain", "weights": request.number_format or "file",
+            },
             one_row_only=f"{request.engine} does {request.mode or 'this'} for one row" if request.mode in kind.one_row_modes else "",
             impossible="needs a draft model: --draft" if request.mode == DRAFT and draft is None else "",
         )  # fmt: skip
         if not method.impossible:
             progress(f"writing {request.name}")
             engine, bits = _opened(request, model, draft, tokenizer, folder)
-            method = replace(method, engine=engine, weights=request.number_format or "file", bits=bits)
+            method = replace(method, engine=engine, bits=bits)
         methods.append(method)
     return methods
 
