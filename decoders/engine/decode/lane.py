@@ -188,7 +188,7 @@ class Lane:
             self._steps.advance()
         finally:
             batch.next_piece = None
-        self.admission.was_read(seat, self._steps.clock.last.piece, count)
+        self.admission.was_read(seat, self._steps.piece, count)
 
     def _leave(self) -> list[RequestOutput]:
         """Removes and returns the requests that have ended or failed. Their rows are free from the next step on."""

@@ -1,63 +1,135 @@
-"""Runs the steps of a batch, and learns from their seconds and tokens how to run the next steps."""
+"""Runs the steps of a batch, times their parts, and learns from their seconds and tokens how to run the next steps."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 from ...report.surroundings import waiting_share
-from .clock import StepClock, TimedStep
+from ...strategy import Draft
+from ..model.blocks import NodeBlock
 from .proposer import Proposer
-from .step import step
+from .step import Clock, Stopwatch, step
+from .verify import Outcome
 
 
-class TimedSteps:
-    """Runs and times steps. What it learns from a step counts from the next step on: how many threads to use, whether to draft, what
-    nodes cost, and what is worth compiling.
+class TimedSteps(Clock):
+    """Runs the steps of a batch. It is their clock, and adds the seconds of their parts, without compilation, to the report.
+
+    What it learns from a step counts from the next step on: how many threads to use, whether to draft, what nodes cost, and what is
+    worth compiling.
 
     Attributes:
-        clock: times the parts of each step.
+        piece: the seconds of the last step's pass that a prompt piece (:attr:`Batch.next_piece`) took, by its share of tokens.
     """
+
+    piece = 0.0
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.batch = proposer, proposer.batch
-        self.clock = StepClock(proposer.batch)
-        self._threads = proposer.batch.engine.threads
+        self.report, self.timings = self.batch.report, self.batch.report.timings
+        self._threads = self.batch.engine.threads
 
     def advance(self) -> None:
         """Runs the next step."""
         if self._threads is not None:
             self._threads.use()
-        step(self.proposer, self.batch, self.clock)
+        step(self.proposer, self.batch, self)
         self._learn()
 
+    def begun(self) -> None:
+        self._before = replace(self.timings) if self.batch.shared else self.timings
+        self._stopwatch, self._compile_seconds = Stopwatch(self.timings), self.timings.compile
+        self._began = time.perf_counter(), time.thread_time()
+
+    def proposed(self) -> None:
+        self._drafting = self._stopwatch.next()
+        self.timings.propose += self._drafting
+
+    def masked(self) -> None:
+        self.timings.mask += self._stopwatch.next()
+        self._passes, self._replays = self.batch.forward_pass.compiled_passes, self.batch.session.replays
+
+    def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
+        assert outcome is not None
+        batch, report = self.batch, self.report
+        core, nodes = self._stopwatch.next(), block.draft_tokens.shape[1] + 1 + block.text.length
+        prompt, read = batch.prompt_left and not report.steps, 0 if block.piece is None else block.piece.tokens.shape[1]
+        self._wall, self._computing = self._seconds()
+        self._outcome, self._nodes, self._drafted = outcome, nodes, draft.tokens.shape[1] > 0
+        self._context = max(batch.lengths)  # before the step's tokens are delivered
+        self._compiled = batch.forward_pass.compiled_passes > self._passes
+        self._replayed = batch.session.replays > self._replays
+        self._reads_prompt = bool(prompt or read)
+        self._core, self.piece = core, core * read / (read + nodes * batch.width)
+        report.compiled_steps += self._compiled
+        report.replayed_steps += self._replayed
+        if prompt:
+            report.prefill_steps = 1
+            self.timings.prefill += core
+        else:
+            self.timings.core += core - self.piece
+        if not report.steps:
+            report.time_to_first_token = self.timings.call
+
+    def stopped(self) -> None:
+        self.timings.host += self._stopwatch.next()
+
+    def settled(self) -> None:
+        spent = self._stopwatch.next()
+        if self.batch.target.recurrent:
+            self.timings.core += spent
+        else:
+            self.timings.mask += spent
+
+    def observed(self) -> None:
+        self._observing = self._stopwatch.next()
+        self.timings.observe += self._observing
+
+    def delivered(self) -> None:
+        self.timings.host += self._stopwatch.next()
+        if self.batch.shared:
+            spent = self.timings.since(self._before)
+            for member, _ in self.batch.members:
+                member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
+
+    def _seconds(self) -> tuple[float, float]:
+        """Returns the seconds since the step began, without compilation, and this thread's CPU seconds in the same time."""
+        wall, computing = (
+            now - began for now, began in zip((time.perf_counter(), time.thread_time()), self._began, strict=True)
+        )
+        return wall - (self.timings.compile - self._compile_seconds), computing
+
     def _learn(self) -> None:
-        last, batch, proposer = self.clock.last, self.batch, self.proposer
+        batch, proposer = self.batch, self.proposer
         if self._threads is not None:
-            self._threads.judge(last.wall, last.computing)
+            self._threads.judge(self._wall, self._computing)
             report = batch.report
-            report.waiting += (waiting_share(last.wall, last.computing) - report.waiting) / report.steps
+            report.waiting += (waiting_share(self._wall, self._computing) - report.waiting) / report.steps
             for member, _ in batch.members:
                 member.report.waiting, member.report.threads = report.waiting, self._threads.count
-        if last.replayed:
-            proposer.book_replay(last.drafting + last.core)
-        if not last.reads_prompt:
-            self._learn_costs(last)
-        proposer.learn(last.outcome)
+        if self._replayed:
+            proposer.book_replay(self._drafting + self._core)
+        if not self._reads_prompt:
+            self._learn_costs()
+        proposer.learn(self._outcome)
 
-    def _learn_costs(self, last: TimedStep) -> None:
+    def _learn_costs(self) -> None:
         """Updates the cost models by the last step, whose pass ran no prompt tokens."""
         batch, proposer = self.batch, self.proposer
-        if not last.drafted:
-            batch.forward_pass.tiers.book_single(last.core, batch.row_count)
+        if not self._drafted:
+            batch.forward_pass.tiers.book_single(self._core, batch.row_count)
         worth, costs = proposer.worth, proposer.resources.costs
         if worth is None and costs is None:
             return
         # A step that is not replayed yet is slower than the later, replayed steps of its size: it would mislead the cost models.
-        if batch.session.recordings is not None and not last.replayed:
+        if batch.session.recordings is not None and not self._replayed:
             return
         agreed = batch.target.ranks.first_number
-        seconds = agreed(last.core)
+        seconds = agreed(self._core)
         if worth is not None:
-            observing = last.observing if batch.request.strategy.misses_steps else 0.0
-            drafting = None if proposer.skipped else agreed(last.drafting + observing)
-            worth.observe(seconds, last.outcome.emitted, drafting)
+            observing = self._observing if batch.request.strategy.misses_steps else 0.0
+            drafting = None if proposer.skipped else agreed(self._drafting + observing)
+            worth.observe(seconds, self._outcome.emitted, drafting)
         if costs is not None:
-            costs.observe(last.nodes, seconds, last.context, last.compiled)
+            costs.observe(self._nodes, seconds, self._context, self._compiled)
