@@ -22,14 +22,13 @@ from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece
 from ..model.buckets import round_up, row_bucket
 from ..model.invariance import branch_length
 from ..model.target import Target
-from .core import Core, StepOutput
+from .core import Core, StepOutput, core_of
 from .engine import Engine
 from .grammar.device_guide import guide_of
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .hook_checks import check_tree, raise_faults
 from .output import RequestOutput
-from .recorded_core import core_of
 from .request import Request, empty_report
 from .rows import Rows
 from .rules import rule_of

@@ -27,8 +27,7 @@ from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import CoupledRule
-from .recorded_core import core_of
+from .core import CoupledRule, core_of
 from .rows import no_sampling
 from .sessions import Sessions
 

@@ -39,7 +39,7 @@ from ..model.weights.twin import first_layers
 from .calibration import Calibrator
 from .drafters.modules import ModuleTwin
 from .sessions import Sessions
-from .step_functions import StepFunctions
+from .verify import StepFunctions
 
 #: Greatest number of strategies' compiled functions that an engine keeps.
 KEPT_FUNCTIONS = 64
