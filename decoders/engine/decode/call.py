@@ -132,7 +132,7 @@ def end(proposer: Proposer) -> None:
     if batch.request.given is None:  # otherwise slots hold the caller's keys and values: no later call may reuse them
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
-    batch.report.peak_memory = proposer.resources.peak_memory
+    batch.report.peak_memory = proposer.peak_memory
     batch.report.recorded_memory = batch.engine.sessions.recorded_nbytes
     batch.report.unrecorded = batch.session.unrecorded
     batch.report.details = proposer.details()
@@ -174,7 +174,7 @@ def recordable(proposer: Proposer) -> bool:
         batch.session.recordings is not None and request.strategy.on_device
         and (batch.guide is None or batch.guide.on_device)
         and all(drafter.on_device for drafter in proposer.drafters)
-        and all(module.on_device for module in proposer.resources.modules)
+        and all(module.on_device for module in proposer.modules)
         and not request.kind.host
     )  # fmt: skip
 

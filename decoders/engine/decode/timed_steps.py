@@ -119,7 +119,7 @@ class TimedSteps(Clock):
         batch, proposer = self.batch, self.proposer
         if not self._drafted:
             batch.forward_pass.tiers.book_single(self._core, batch.row_count)
-        worth, costs = proposer.worth, proposer.resources.costs
+        worth, costs = proposer.worth, proposer.costs
         if worth is None and costs is None:
             return
         # A step that is not replayed yet is slower than the later, replayed steps of its size: it would mislead the cost models.
