@@ -15,7 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from .constraints import Backend, Vocabulary
 from .costs import CostCurve
 from .engine.decode.engine import MemoryKey
-from .errors import SettingsError, UnsupportedError, keywords_named
+from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments, refuse_misspelt
 from .hf.attached import GETSTATE, base_of
 from .hf.operations import TokenPenalties
@@ -132,7 +132,6 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     refuse_arguments(options.configs, options.arguments)
 
 
-@keywords_named
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undoes :func:`enable`: calls :func:`release`, and restores the former ``generate``. Returns `model`.
 
@@ -153,7 +152,6 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@keywords_named
 def release(model: PreTrainedModel) -> PreTrainedModel:
     """Frees everything that an enabled model keeps between calls. The model stays enabled. Returns `model`.
 
@@ -170,7 +168,6 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@keywords_named
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Drops an enabled model's data from earlier calls and from :func:`remember`: memories of strategies, and texts. Returns `model`.
 
@@ -187,7 +184,6 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@keywords_named
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     """The objects that strategies keep between calls on an enabled model, such as texts of ``suffix`` and rates of ``auto``.
 
@@ -204,7 +200,6 @@ def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     return {} if present is None else present.memories()
 
 
-@keywords_named
 def remember(
     model: PreTrainedModel,
     memories: Mapping[MemoryKey, Any] | None = None,
