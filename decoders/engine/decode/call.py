@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnsupportedError, amount
+from ...report import Stopwatch
 from ..model.ranks import Ranks
 from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
 from ..model.static_inputs import StaticInputs
@@ -29,8 +30,7 @@ from .proposer import Proposer
 from .request import Request
 from .rows import shapes_of
 from .sampling import sampling_of
-from .step import Stopwatch, step
-from .timed_steps import TimedSteps
+from .step import TimedSteps, step
 from .verify import Outcome
 
 #: Number of slots that a call first reserves after its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.

@@ -24,7 +24,7 @@ from .proposer import Proposer
 from .request import Request, empty_report
 from .sampling import sampling_of
 from .session import Session
-from .timed_steps import TimedSteps
+from .step import TimedSteps
 
 #: Number of slots per place (row) of a new pool; the pool is enlarged when its texts need more.
 FIRST_SLOTS = 256

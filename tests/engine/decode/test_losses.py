@@ -10,7 +10,7 @@ import torch
 
 import decoders
 from decoders.engine.decode import engine
-from decoders.engine.decode.timed_steps import TimedSteps
+from decoders.engine.decode.step import TimedSteps
 from decoders.engine.model.kernels import cpu
 from decoders.report import Report
 from decoders.report.surroundings import waiting_share

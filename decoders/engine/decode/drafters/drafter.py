@@ -14,7 +14,7 @@ from torch import Tensor
 from ....common.host_reads import host_reads
 from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
-from ....report import Stage
+from ....report import Stage, Stopwatch
 from ....sampling.processors import Masks
 from ....strategy import Context, Sequences, Step
 from ....tree import TreeTensors
@@ -28,7 +28,6 @@ from ..prefix_cache import KeptText
 from ..rows import Rows
 from ..session import Session
 from ..sessions import OpenSession
-from ..step import Stopwatch
 from .core import DraftCore
 from .counts import DraftCounts
 from .shared_slots import SharedSlots, fits
