@@ -63,11 +63,6 @@ class Topology:
         return hash((self.parents, self.offsets, self.extra_visible))
 
     @cached_property
-    def width(self) -> int:
-        """Number of nodes without the root, ``N - 1``."""
-        return len(self.parents) - 1
-
-    @cached_property
     def max_depth(self) -> int:
         """Greatest number of draft tokens that a step can accept from the block."""
         return max(self.offsets[i] for i, p in enumerate(self.parents) if p >= 0 or i == 0)
