@@ -97,13 +97,12 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
-    opened = stack.enter_context(
+    batch.session, reusable, lengths = stack.enter_context(
         engine.sessions.open(
             request.prompts, request.new_tokens, sampling, slots, reuse, prefixes=prefixes,
             shifts=inputs.shifts if inputs is not None else (),
         )
     )  # fmt: skip
-    batch.session, reusable = opened.session, opened.reusable
     if batch.session.recordings is not None:
         batch.session.recordings.unrecorded = ""
     if request.given is not None:
@@ -114,12 +113,12 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     prompts = PromptReader(proposer)
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
-        prompts.read(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)
+        prompts.read(lengths, reusable, leave_last_chunk=leave_last_chunk)
     timings.prefill = stopwatch.next()
     proposer.arrange(batch.request, list(batch.members), [-1] * batch.width)
     timings.start += stopwatch.next()
     if reads:
-        prompts.read(opened.lengths, reusable)
+        prompts.read(lengths, reusable)
     timings.prefill += stopwatch.next()
 
 

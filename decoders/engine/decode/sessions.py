@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,8 +59,11 @@ class Sessions:
     def open(
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
         shared: bool = False, prefixes: Sequence[KeptText] = (), shifts: Sequence[int] = (),
-    ) -> Iterator[OpenSession]:  # fmt: skip
+    ) -> Iterator[tuple[Session, list[int], list[int]]]:  # fmt: skip
         """A context that yields a session with `prompts` in its first rows and at least `slots` slots per row. On exit it becomes free.
+
+        Also yields, per row, the number of leading prompt tokens whose keys and values are already in the row's slots, and the number
+        of tokens of the prompt; padding rows have one token.
 
         If :meth:`Session.keep` was called, later calls can reuse this call's texts.
 
@@ -87,7 +89,7 @@ class Sessions:
             ended = [row >= len(prompts) for row in range(len(texts))]
             own = sampling if shared else session.own(sampling)
             session.arrange(lengths, lengths, [length + new_tokens for length in lengths], ended, own)
-            yield OpenSession(session, reusable, lengths)
+            yield session, reusable, lengths
         finally:
             if self.target.weights is not weights:  # a nested call has changed the weights
                 session.forget()
@@ -136,20 +138,6 @@ class Sessions:
         elif best.rows.slots > 4 * slots:  # frees the memory that a long call has taken
             return Session(self.target, len(texts), slots, self.recordings())
         return best
-
-
-@dataclass(frozen=True)
-class OpenSession:
-    """A session in use.
-
-    Attributes:
-        reusable: per row, number of leading prompt tokens whose keys and values are already in the row's slots.
-        lengths: number of tokens per row; padding rows have one token.
-    """
-
-    session: Session
-    reusable: list[int]
-    lengths: list[int]
 
 
 def _continued(session: Session, texts: list[KeptText]) -> float:
