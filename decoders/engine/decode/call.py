@@ -28,8 +28,7 @@ from .output import RequestOutput
 from .prompt_reader import PromptReader
 from .proposer import Proposer
 from .request import Request
-from .rows import shapes_of
-from .sampling import sampling_of
+from .rows import sampling_of, shapes_of
 from .step import TimedSteps, step
 from .verify import Outcome
 

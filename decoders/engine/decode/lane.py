@@ -18,12 +18,12 @@ from .batch import Batch
 from .engine import Engine
 from .grammar.host_guide import HostGuide
 from .output import RequestOutput
-from .places import reorder
 from .prompt_reader import PromptReader
 from .proposer import Proposer
 from .request import Request, empty_report
-from .sampling import sampling_of
+from .rows import sampling_of
 from .session import Session
+from .sessions import reorder
 from .step import TimedSteps
 
 #: Number of slots per place (row) of a new pool; the pool is enlarged when its texts need more.

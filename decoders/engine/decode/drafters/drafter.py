@@ -23,10 +23,10 @@ from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
 from ..batch import Batch
 from ..grammar.guide import Guide
-from ..places import reorder, take_over
 from ..prefix_cache import KeptText
 from ..rows import Rows
 from ..session import Session
+from ..sessions import reorder, take_over
 from .core import DraftCore
 from .counts import DraftCounts
 from .shared_slots import SharedSlots, fits
