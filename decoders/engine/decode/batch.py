@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...common.devices import moved_together
+from ...common.devices import has_64_bits, moved_together
 from ...errors import InputError, amount
 from ...strategy import Draft, HostRows
 from ...tree import TreeTensors
@@ -24,7 +24,7 @@ from ..model.invariance import branch_length
 from ..model.target import Target
 from .core import Core, StepOutput, core_of
 from .engine import Engine
-from .grammar.device_guide import guide_of
+from .grammar.device_guide import DeviceGuide
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .hook_checks import check_tree, raise_faults
@@ -184,9 +184,10 @@ class Batch:
         stays = any(source >= 0 and grammar is not None for source, grammar in zip(sources, grammars, strict=True))
         if isinstance(self.guide, HostGuide) and stays:
             return self.guide.rebatch(sources, grammars)
-        if self.shared:
-            return HostGuide.of(grammars, target.vocab_size, target.device, shared=True)
-        return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
+        on_device: Guide | None = None
+        if not self.shared and target.static and has_64_bits(target.device):  # the step may be recorded
+            on_device = DeviceGuide.of(grammars, target.vocab_size, target.device, self.compiler(self.engine))
+        return on_device or HostGuide.of(grammars, target.vocab_size, target.device, shared=self.shared)
 
     def fit_blocks(self) -> None:
         """Sets how blocks are padded. This depends on whether the next pass is compiled. Call it before the strategy's `start`, because
