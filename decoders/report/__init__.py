@@ -1,6 +1,6 @@
 """The figures of a call (:class:`Report`, returned as ``out.report``), and the base class of objects that observe calls."""
 
-from .figures import GrammarUse, Stage, Stopwatch, Timings, mean_length
+from .figures import GrammarUse, Stage, Timings, mean_length
 from .report import BUSY, ObservedCall, Observer, Report
 from .written import TracedStep, Tree, Written
 
@@ -11,7 +11,6 @@ __all__ = [
     "Observer",
     "Report",
     "Stage",
-    "Stopwatch",
     "Timings",
     "TracedStep",
     "Tree",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -69,20 +68,6 @@ def mean_length(histogram: Sequence[int]) -> float:
     """Mean tokens per row and step; entry ``n`` of `histogram` counts steps that committed ``n + 1`` tokens."""
     steps = sum(histogram)
     return sum((n + 1) * count for n, count in enumerate(histogram)) / steps if steps else 0.0
-
-
-class Stopwatch:
-    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already includes them."""
-
-    def __init__(self, timings: Timings) -> None:
-        self._timings = timings
-        self._begun, self._compiled = time.perf_counter(), timings.compile
-
-    def next(self) -> float:
-        """Returns the seconds since the last call of this method, at first since the stopwatch was created."""
-        begun, compiled = self._begun, self._compiled
-        self._begun, self._compiled = time.perf_counter(), self._timings.compile
-        return self._begun - begun - (self._compiled - compiled)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnsupportedError, amount
-from ...report import Stopwatch
+from ...report.surroundings import Stopwatch
 from ..model.ranks import Ranks
 from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
 from ..model.static_inputs import StaticInputs

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ...report import Stopwatch
-from ...report.surroundings import waiting_share
+from ...report.surroundings import Stopwatch, waiting_share
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
 from .batch import Batch

@@ -14,7 +14,8 @@ from torch import Tensor
 from ....common.host_reads import host_reads
 from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
-from ....report import Stage, Stopwatch
+from ....report import Stage
+from ....report.surroundings import Stopwatch
 from ....sampling.processors import Masks
 from ....strategy import Context, Sequences, Step
 from ....tree import TreeTensors

@@ -11,7 +11,7 @@ import torch
 
 from ....drafters import Advance, Drafter
 from ....errors import UnsupportedError
-from ....report import Stopwatch
+from ....report.surroundings import Stopwatch
 from ....sampling.processors import Masks
 from ....strategy import Context, Strategy, check_draft, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
