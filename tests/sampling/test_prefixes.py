@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from decoders.engine.decode.rows import sampling_of
+from decoders.engine.decode.sampling import sampling_of
 from decoders.hf.operations import PaddedPrompts, TokenPenalties, plan_sampling
 from decoders.sampling.choice import candidates
 from decoders.sampling.prefixes import READ_TEXT, Prefixes

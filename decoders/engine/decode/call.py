@@ -28,7 +28,8 @@ from .output import RequestOutput
 from .prompt_reader import PromptReader
 from .proposer import Proposer
 from .request import Request
-from .rows import sampling_of, shapes_of
+from .rows import shapes_of
+from .sampling import sampling_of
 from .step import TimedSteps, step
 from .verify import Outcome
 
@@ -207,7 +208,10 @@ class StepRecording:
                 sampling=batch.rows.sampling,
             )
         )
-        self._depends_on = self._constants()
+        self._depends_on = (
+            batch.request.kind, batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
+            tuple(id(drafter.session) for drafter in proposer.drafters),
+        )  # fmt: skip
         self._seen: set[Hashable] = set()
         self._plain: Counter[Hashable] = Counter()
         self._failed = False
@@ -257,13 +261,6 @@ class StepRecording:
             for each in counts:
                 each.recorded(recorded is not None)
         return recorded
-
-    def _constants(self) -> tuple:
-        batch = self.batch
-        return (
-            batch.request.kind, batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
-            tuple(id(drafter.session) for drafter in self.proposer.drafters),
-        )  # fmt: skip
 
     @property
     def _key(self) -> tuple:

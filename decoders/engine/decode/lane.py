@@ -21,7 +21,7 @@ from .output import RequestOutput
 from .prompt_reader import PromptReader
 from .proposer import Proposer
 from .request import Request, empty_report
-from .rows import sampling_of
+from .sampling import sampling_of
 from .session import Session
 from .sessions import reorder
 from .step import TimedSteps

@@ -80,7 +80,7 @@ class TimedSteps(Clock):
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.batch = proposer, proposer.batch
-        self.report, self.timings = self.batch.report, self.batch.report.timings
+        self.timings = self.batch.report.timings
         self._threads = self.batch.engine.threads
 
     def advance(self) -> None:
@@ -92,8 +92,8 @@ class TimedSteps(Clock):
 
     def begun(self) -> None:
         self._before = replace(self.timings) if self.batch.shared else self.timings
-        self._stopwatch, self._compile_seconds = Stopwatch(self.timings), self.timings.compile
-        self._began = time.perf_counter(), time.thread_time()
+        self._stopwatch = Stopwatch(self.timings)
+        self._began = time.perf_counter(), time.thread_time(), self.timings.compile
 
     def proposed(self) -> None:
         self._drafting = self._stopwatch.next()
@@ -105,10 +105,9 @@ class TimedSteps(Clock):
 
     def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
         assert outcome is not None
-        batch, report = self.batch, self.report
+        batch, report = self.batch, self.batch.report
         core, nodes = self._stopwatch.next(), block.draft_tokens.shape[1] + 1 + block.text.length
         prompt, read = batch.prompt_left and not report.steps, 0 if block.piece is None else block.piece.tokens.shape[1]
-        self._wall, self._computing = self._seconds()
         self._outcome, self._nodes, self._drafted = outcome, nodes, draft.tokens.shape[1] > 0
         self._context = max(batch.lengths)  # before the step's tokens are delivered
         self._compiled = batch.forward_pass.compiled_passes > self._passes
@@ -124,6 +123,12 @@ class TimedSteps(Clock):
             self.timings.core += core - self.piece
         if not report.steps:
             report.time_to_first_token = self.timings.call
+        if self._threads is not None:
+            wall, computing = self._seconds()
+            self._threads.judge(wall, computing)
+            report.waiting += (waiting_share(wall, computing) - report.waiting) / (report.steps + 1)
+            for member, _ in batch.members:
+                member.report.waiting, member.report.threads = report.waiting, self._threads.count
 
     def stopped(self) -> None:
         self.timings.host += self._stopwatch.next()
@@ -144,28 +149,19 @@ class TimedSteps(Clock):
         if self.batch.shared:
             spent = self.timings.since(self._before)
             for member, _ in self.batch.members:
-                member.report.share(spent, self.report.nodes, self._compiled, self._replayed)
+                member.report.share(spent, self.batch.report.nodes, self._compiled, self._replayed)
 
     def _seconds(self) -> tuple[float, float]:
         """Returns the seconds since the step began, without compilation, and this thread's CPU seconds in the same time."""
-        wall, computing = (
-            now - began for now, began in zip((time.perf_counter(), time.thread_time()), self._began, strict=True)
-        )
-        return wall - (self.timings.compile - self._compile_seconds), computing
+        began, computed, compiled = self._began
+        return time.perf_counter() - began - (self.timings.compile - compiled), time.thread_time() - computed
 
     def _learn(self) -> None:
-        batch, proposer = self.batch, self.proposer
-        if self._threads is not None:
-            self._threads.judge(self._wall, self._computing)
-            report = batch.report
-            report.waiting += (waiting_share(self._wall, self._computing) - report.waiting) / report.steps
-            for member, _ in batch.members:
-                member.report.waiting, member.report.threads = report.waiting, self._threads.count
         if self._replayed:
-            proposer.book_replay(self._drafting + self._core)
+            self.proposer.book_replay(self._drafting + self._core)
         if not self._reads_prompt:
             self._learn_costs()
-        proposer.learn(self._outcome)
+        self.proposer.learn(self._outcome)
 
     def _learn_costs(self) -> None:
         """Updates the cost models by the last step, whose pass ran no prompt tokens."""
