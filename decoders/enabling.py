@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +18,7 @@ from .costs import CostCurve
 from .engine.decode.engine import MemoryKey
 from .errors import SettingsError, UnsupportedError
 from .hf.arguments import refuse_arguments, refuse_misspelt
-from .hf.attached import GETSTATE, base_of
+from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.operations import TokenPenalties
 from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.prepared_call import DecodersOutput, PreparedCall
@@ -55,7 +56,8 @@ def enable(
     A second call replaces the tokenizer if it passes one, and all default settings if it passes any. :func:`disable` undoes both calls.
 
     Args:
-        model: a causal language model of transformers, or a ``PeftModel`` around one.
+        model: a causal language model of transformers, or a ``PeftModel`` around one. The models that its ``merge_and_unload()`` and
+            ``unload()`` return are also enabled.
         tokenizer: for strategies, grammars and ``stop_strings``. A call may pass another tokenizer.
         strategy: decodes calls without ``strategy=``, instead of transformers' own ``generate``.
         strategy_config: settings of `strategy`.
@@ -83,7 +85,23 @@ def enable(
         return model
     generate = Generate(base, tokenizer, present, model if model is not base else None, defaults)
     vars(model).update({"generate": generate, GETSTATE: generate.state})
+    if model is not base:
+        watch_unloading(model, _ready_to_unload)
     return model
+
+
+def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
+    """Releases an enabled ``PeftModel``, and returns a function that enables the unloaded model with the same defaults."""
+    present = enabled(wrapper)
+    present.release()
+    kept = present.defaults
+    return partial(
+        enable,
+        tokenizer=present.tokenizer,
+        strategy=kept.strategy,
+        strategy_config=kept.strategy_config,
+        **kept.runtime,
+    )
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
@@ -148,6 +166,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if present is not None:
         present.release()
         vars(model).pop(GETSTATE, None)
+        unwatch_unloading(model)
         previous = present.previous
         if vars(model).get("generate") is present:  # else the user has set another one
             del vars(model)["generate"]

@@ -1,4 +1,4 @@
-"""What goes with an attached ``generate``: the state of copies of the model, and PEFT adapters.
+"""Attributes that ``enable`` sets on a model besides ``generate``: for copies of the model, and for unloading PEFT adapters.
 
 A ``PeftModel`` is recognised by its attributes, so PEFT need not be installed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,44 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if is_peft(model) else model
 
 
+#: Methods that unload adapters and return the model of transformers.
+UNLOADING = ("merge_and_unload", "unload")
+
+
+class Unloading:
+    """Replaces a method of :data:`UNLOADING` on an enabled ``PeftModel``, and enables the model that the method returns.
+
+    Holds the model, not a bound method, so that ``copy.deepcopy(model)`` copies this object with the model.
+
+    Attributes:
+        wrapper: the ``PeftModel``.
+        method: the name of the replaced method.
+        ready: prepares the wrapper for unloading, and returns a function that enables the remaining model.
+    """
+
+    def __init__(self, wrapper: nn.Module, method: str, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
+        self.wrapper, self.method, self.ready = wrapper, method, ready
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        enable = self.ready(self.wrapper)
+        base: Any = self.wrapper.base_model  # where PEFT looks the method up
+        return enable(getattr(base, self.method)(*args, **kwargs))
+
+
+def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Sets an :class:`Unloading` object with `ready` on a ``PeftModel`` in place of each method of :data:`UNLOADING` that it has."""
+    for name in UNLOADING:
+        if name not in vars(model) and hasattr(model.base_model, name):
+            vars(model)[name] = Unloading(model, name, ready)
+
+
+def unwatch_unloading(model: Any) -> None:
+    """Undoes :func:`watch_unloading`."""
+    for name in UNLOADING:
+        if isinstance(vars(model).get(name), Unloading):
+            del vars(model)[name]
+
+
 #: The method that ``copy`` and ``pickle`` call for an object's state. They look it up on the instance before the class.
 GETSTATE = "__getstate__"
 
@@ -41,7 +80,13 @@ class CopiedState(dict[str, Any]):
     """
 
     def __init__(self, whole: dict[str, Any], previous: Any) -> None:
-        super().__init__({name: value for name, value in whole.items() if name not in ("generate", GETSTATE)})
+        super().__init__(
+            {
+                name: value
+                for name, value in whole.items()
+                if name not in ("generate", GETSTATE) and not isinstance(value, Unloading)
+            }
+        )
         if previous is not None:
             self["generate"] = previous
         self.whole = whole

@@ -322,6 +322,25 @@ def test_lora_through_its_wrapper(plain: PreTrainedModel) -> None:
     assert "generate" not in vars(model)
 
 
+@pytest.mark.in_turns
+@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
+@pytest.mark.parametrize("weights", ["keep", "int8"])
+def test_what_is_left_without_an_adapter_is_enabled(
+    plain: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, method: str, weights: str
+) -> None:
+    own = {"decoders_config": {"weights": weights}} | OURS
+    fresh = getattr(adapted(copy.deepcopy(plain)), method)()
+    expected = decoders.enable(fresh).generate(**prompts(2), **own)
+    model = decoders.enable(adapted(copy.deepcopy(plain)), tokenizer=tokenizer)
+    model.generate(**prompts(2), **own)
+    left = getattr(model, method)()
+    assert type(left) is type(plain)
+    assert torch.equal(left.generate(**prompts(2), **own), expected)
+    assert vars(left)["generate"].tokenizer is tokenizer
+    decoders.disable(left)
+    assert "generate" not in vars(left)
+
+
 def test_a_model_that_was_enabled_before_it_got_an_adapter_stays_enabled(plain: PreTrainedModel) -> None:
     model = decoders.enable(copy.deepcopy(plain))
     wrapped = adapted(model)
@@ -335,14 +354,19 @@ def test_a_model_that_was_enabled_before_it_got_an_adapter_stays_enabled(plain: 
 def test_copies_of_a_model_with_an_adapter_are_taken_apart_by_themselves(plain: PreTrainedModel) -> None:
     model = decoders.enable(adapted(plain))
     deep, shallow = copy.deepcopy(model), copy.copy(model)
-    assert "generate" not in vars(shallow)
+    assert not {"generate", "merge_and_unload", "unload"} & vars(shallow).keys()
     left = deep.merge_and_unload()
     assert left is deep.get_base_model() and left is not model.get_base_model()
+    assert torch.equal(
+        left.generate(**prompts(2), **OURS), decoders.enable(copy.deepcopy(left)).generate(**prompts(2), **OURS)
+    )
     before = model.generate(**prompts(2), **OURS)
     decoders.disable(model)
-    assert "generate" not in vars(model)
+    assert not {"generate", "merge_and_unload", "unload"} & vars(model).keys()
     assert torch.equal(decoders.enable(model).generate(**prompts(2), **OURS), before), "the adapter is still there"
-    assert torch.equal(decoders.enable(left).generate(**prompts(2), **OURS), before), "the adapter is merged"
+    prompt = pytest.importorskip("peft").PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    learnt = decoders.enable(pytest.importorskip("peft").get_peft_model(copy.deepcopy(left), prompt))
+    assert "merge_and_unload" not in vars(learnt), "nothing can be taken off"
 
 
 @torch.no_grad()
