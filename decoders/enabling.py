@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from .constraints import Backend, Vocabulary
 from .costs import CostCurve
 from .engine.decode.engine import MemoryKey
-from .errors import SettingsError, UnsupportedError
+from .errors import SettingsError, UnsupportedError, keywords_named
 from .hf.arguments import refuse_arguments, refuse_misspelt
 from .hf.attached import GETSTATE, base_of, unwatch_unloading, watch_unloading
 from .hf.operations import TokenPenalties
@@ -154,6 +154,7 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     refuse_arguments(options.configs, options.arguments)
 
 
+@keywords_named
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undoes :func:`enable`: calls :func:`release`, and restores the former ``generate``. Returns `model`.
 
@@ -175,6 +176,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@keywords_named
 def release(model: PreTrainedModel) -> PreTrainedModel:
     """Frees everything that an enabled model keeps between calls. The model stays enabled. Returns `model`.
 
@@ -191,6 +193,7 @@ def release(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@keywords_named
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Drops an enabled model's data from earlier calls and from :func:`remember`: memories of strategies, and texts. Returns `model`.
 
@@ -207,6 +210,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@keywords_named
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     """The objects that strategies keep between calls on an enabled model, such as texts of ``suffix`` and rates of ``auto``.
 
@@ -223,6 +227,7 @@ def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
     return {} if present is None else present.memories()
 
 
+@keywords_named
 def remember(
     model: PreTrainedModel,
     memories: Mapping[MemoryKey, Any] | None = None,

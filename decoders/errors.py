@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class DecodersError(Exception):
@@ -99,6 +105,19 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: it may come from a client
     hint = f"Did you mean {spelt[near[0]]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices) or '(there are none)'}."
+
+
+def keywords_named(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator for functions without ``**kwargs``. An unknown keyword raises a SettingsError that names the nearest parameter."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - known:
+            raise SettingsError(f"{function.__name__}() has no argument {name}=. {suggest(name, known)}")
+        return function(*args, **kwargs)
+
+    return called
 
 
 def shortened(text: str, limit: int = 60) -> str:

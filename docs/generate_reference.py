@@ -134,7 +134,7 @@ def api() -> Iterator[str]:
         "resolve_grammar", "grammar_or_file",
     )  # fmt: skip
     yield from section("decoders.registry", {n: getattr(registry, n) for n in names})
-    names = ("suggest", "shortened", "canonical", "installing", "amount")
+    names = ("suggest", "shortened", "canonical", "installing", "amount", "keywords_named")
     yield from section(
         "decoders.errors", {n: getattr(errors, n) for n in names}, "The [errors](errors.md), and for messages:"
     )

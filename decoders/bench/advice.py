@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..costs import CostCurve
 from ..enabling import check_seconds, cost_curve, enable, tokenizer_of
-from ..errors import SettingsError, amount
+from ..errors import SettingsError, amount, keywords_named
 from ..prompts.reading import Content, read_prompts
 from . import machine
 from .measurement import Competitor, complete, take_turns
@@ -162,6 +162,7 @@ class Advice:
         }  # fmt: skip
 
 
+@keywords_named
 def advise(
     model: PreTrainedModel,
     prompts: Sequence[Content] | None = None,

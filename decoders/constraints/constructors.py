@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import library
-from ..errors import GrammarError, shortened
+from ..errors import GrammarError, keywords_named, shortened
 from .base import Policy
 from .python_types import schema_of
 from .specs import Choice, JsonSchema, Lark, Regex
@@ -28,6 +28,7 @@ _INSTEAD = {
 _NO_SCHEMA = (type(None), int, float, bytes, list, tuple, set)
 
 
+@keywords_named
 def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy: Policy = "full") -> Regex:
     """The grammar of all texts that match `pattern` as a whole, for ``generate(grammar=…)``.
 
@@ -53,6 +54,7 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
     return Regex(pattern, backend=backend, policy=policy)
 
 
+@keywords_named
 def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "full") -> Lark:
     """A context-free grammar, for ``generate(grammar=…)``.
 
@@ -78,6 +80,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     return Lark(library.file_content(file), backend=backend, policy=policy, label=file.name)
 
 
+@keywords_named
 def choice(
     options: Iterable[str | bool | int | float | None], *, backend: str | None = None, policy: Policy = "full"
 ) -> Choice:
@@ -97,6 +100,7 @@ def choice(
     return Choice(tuple(texts), backend=backend, policy=policy)
 
 
+@keywords_named
 def json_schema(
     schema: Any, *, whitespace: str = "space", indent: int | None = None, strict: bool = True, closed: bool | None = None,
     backend: str | None = None, policy: Policy = "full",

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import decoders
+from decoders.errors import SettingsError
 from decoders.testing import assert_same_tokens, decode, prompts, tiny_model
 
 EAGER = dict(decoders_config={"compile": False})
@@ -343,3 +344,25 @@ def test_output_object_without_and_with_strategy(llama: PreTrainedModel) -> None
     )
     assert isinstance(ours, type(plain)) and isinstance(ours, decoders.DecodersOutput)
     assert torch.equal(ours["sequences"], plain["sequences"]) and ours[0] is ours.sequences
+
+
+@pytest.mark.parametrize(
+    "function, keyword, near",
+    [
+        (decoders.remember, "text", "texts"),
+        (decoders.advise, "second", "seconds"),
+        (decoders.disable, "mdel", "model"),
+        (decoders.forget, "modle", "model"),
+        (decoders.json_schema, "indnt", "indent"),
+        (decoders.regex, "backnd", "backend"),
+        (decoders.grammar, "polcy", "policy"),
+        (decoders.choice, "polcy", "policy"),
+        (decoders.after, "gramar", "grammar"),
+        (decoders.tagged, "requird", "required"),
+    ],
+)
+def test_a_misspelt_keyword_of_a_public_function_gets_the_nearest_one(function: Any, keyword: str, near: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"{function.__name__}\(\) has no argument {keyword}=. Did you mean '{near}'\?"
+    ):
+        function(None, **{keyword: 1})

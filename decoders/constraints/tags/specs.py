@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...errors import GrammarError, shortened
+from ...errors import GrammarError, keywords_named, shortened
 from ..base import CompiledGrammar, Language
 from ..coerce import as_spec
 from ..patterns.tree import quoted, slashed
@@ -268,6 +268,7 @@ def _key(grammar: Inner | None) -> str:
     return grammar.key if isinstance(grammar, Spec) else str(id(grammar))
 
 
+@keywords_named
 def after(marker: Marker, grammar: Any) -> After:
     """Free text up to `marker`, then a grammar to the end of the text, for ``generate(grammar=…)``.
 
@@ -283,6 +284,7 @@ def after(marker: Marker, grammar: Any) -> After:
     return After(marker, as_spec(grammar))
 
 
+@keywords_named
 def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool = True) -> Tagged:
     """Free text in which markers begin grammars (tool calls, for example), for ``generate(grammar=…)``.
 
