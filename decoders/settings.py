@@ -12,13 +12,14 @@ import difflib
 import json
 import os
 import tomllib
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import core_schema
 
 from .errors import SettingsError, canonical, suggest
@@ -98,6 +99,19 @@ def _json_safe(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
+def _without_packed(weights: Any) -> Any:
+    """Replaces the former value "packed" of ``RuntimeSettings.weights`` by "keep", with a warning."""
+    if weights == "packed":
+        _warn_of_packed()
+        return "keep"
+    return weights
+
+
+@cache
+def _warn_of_packed() -> None:
+    warnings.warn("weights='packed' no longer exists and counts as 'keep': set weights='keep'", stacklevel=2)
+
+
 class RuntimeSettings(Settings):
     """Settings of the decoding loop. All strategies share them."""
 
@@ -126,7 +140,7 @@ class RuntimeSettings(Settings):
         description="On CPUs: skip draft tokens that are not worth verifying, by acceptance rates and measured costs. false: "
         "verify all draft tokens, so that equal calls take equal steps. The output tokens are the same.",
     )
-    weights: Literal["keep", "16bit", "int8", "int4"] = Field(
+    weights: Annotated[Literal["keep", "16bit", "int8", "int4"], BeforeValidator(_without_packed)] = Field(
         "keep",
         description="keep: compute with the model's own weights. 16bit (CPUs): copy float32 weights to 16 bits where this is "
         "lossless, as for most checkpoints; half of the bytes are read, and the text is the same. int8, int4 "

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from decoders.errors import SettingsError
-from decoders.settings import RuntimeSettings, Settings, load_settings, unknown_variables
+from decoders.settings import RuntimeSettings, Settings, _warn_of_packed, load_settings, unknown_variables
 
 
 class LookupSettings(Settings):
@@ -230,6 +230,14 @@ def test_settings_of_weights_and_sessions_come_from_the_environment(monkeypatch:
     assert runtime({"weights": "keep"}).weights == "keep"
     with pytest.raises(SettingsError, match="weights"):
         runtime({"weights": "dense"})
+
+
+def test_packed_weights_are_those_of_the_model_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _warn_of_packed.cache_clear()
+    monkeypatch.setenv("DECODERS_WEIGHTS", "packed")
+    with pytest.warns(UserWarning, match="weights='packed' no longer exists and counts as 'keep'") as warned:
+        assert runtime().weights == runtime({"weights": "packed"}).weights == "keep"
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("given", ["prompt_lookup", "prompt-lookup"])
