@@ -24,6 +24,7 @@ from .hf.options import NO_DEFAULTS, Defaults, Options, OwnDefaults
 from .hf.prepared_call import DecodersOutput, PreparedCall
 from .hf.ready import (
     Calibration,
+    StrategyCost,
     Warmup,
     WarmupPart,
     calibrate_model,
@@ -40,7 +41,7 @@ from .registry.resolve import resolve_backend
 from .strategy import Strategy
 
 __all__ = [
-    "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "TokenPenalties", "Warmup",
+    "Calibration", "DecodersOutput", "Generate", "OwnDefaults", "PreparedCall", "StrategyCost", "TokenPenalties", "Warmup",
     "WarmupPart", "calibrate", "check_arguments", "check_seconds", "compiles_grammars_with", "cost_curve", "disable", "enable",
     "enabled", "forget", "graphs_compiled", "memories", "refuse_misspelt", "release", "remember", "tokenizer_of", "warmup",
 ]  # fmt: skip
@@ -309,7 +310,7 @@ def calibrate(
     assistant_model: PreTrainedModel | None = None, seconds: float = 10.0, tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> Calibration:  # fmt: skip
-    """Enables `model`, and measures how long steps take on this machine.
+    """Enables `model`, and measures how long steps and strategies take on this machine.
 
     Steps are measured by numbers of nodes, rows and context tokens. ``strategy="auto"`` decides by these costs, and measures missing
     costs in its first call. The costs are stored on disk (setting ``cost_cache``). They hold for the model's class and sizes, dtype,
@@ -324,7 +325,7 @@ def calibrate(
         options: more arguments for ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 
     Returns:
-        the costs of `model` and of `assistant_model`.
+        the costs of `model`, of `assistant_model` and of the strategies.
 
     Raises:
         UnsupportedError: the model cannot be decoded.

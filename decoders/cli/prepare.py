@@ -112,10 +112,12 @@ def calibrate(
         )  # fmt: skip
     if as_json:
         curves = {"curve": done.curve.model_dump(), "assistant": done.assistant and done.assistant.model_dump()}
-        typer.echo(json.dumps({**curves, "path": str(done.path)}, indent=2))
+        strategies = [asdict(cost) for cost in done.strategies]
+        typer.echo(json.dumps({**curves, "strategies": strategies, "path": str(done.path)}, indent=2))
         return
     out = plain_console()
     out.print(_curves(done))
+    out.print(_strategies(done))
     out.print(f"kept as {done.path}", soft_wrap=True)
 
 
@@ -136,6 +138,17 @@ def _curves(done: Calibration) -> Table:
             figures = [f"{1e3 * of[n]:.3g}" if n in of else "" for n in nodes]
             tier = "compiled" if compiled else "uncompiled"
             table.add_row(f"{name}, {tier}, {rows} x {context}", *figures)
+    return table
+
+
+def _strategies(done: Calibration) -> Table:
+    from rich.table import Table
+
+    table = Table(title="microseconds per step of a strategy's own work, one row", box=None, title_justify="left")
+    for heading in ("strategy", "propose", "observe", "whole step"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for cost in done.strategies:
+        table.add_row(cost.strategy, *(f"{1e6 * x:.0f}" for x in (cost.propose, cost.observe, cost.step)))
     return table
 
 

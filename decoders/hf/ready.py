@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..costs.curve import CostCurve, default_folder, path_of
 from ..engine.model.layout import embeddings_of
 from ..engine.model.torch_compat import graphs_compiled as graphs_compiled
-from ..errors import SettingsError, UnsupportedError
+from ..errors import DecodersError, SettingsError, UnsupportedError
 from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
@@ -25,6 +25,8 @@ from .wrapper import Generate
 
 #: A periodic prompt, so that drafts of every size are proposed and accepted; ids are taken modulo the vocabulary's size.
 PROMPT = (3, 5, 7, 11) * 6
+#: Number of new tokens of the call that times a strategy's own work.
+TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -100,17 +102,36 @@ def warm(
 
 
 @dataclass(frozen=True)
+class StrategyCost:
+    """The time that a strategy's own work takes in a short call on a periodic text.
+
+    Attributes:
+        strategy: name.
+        propose: seconds of ``propose`` per step, passes of a draft model included.
+        observe: seconds of ``observe`` per step.
+        step: seconds of a whole step.
+    """
+
+    strategy: str
+    propose: float
+    observe: float
+    step: float
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The results of a calibration.
 
     Attributes:
         curve: the model's cost curve, earlier measurements included.
         assistant: the draft model's cost curve; a step with one node is a pass that drafts a token. None without a draft model.
+        strategies: costs of the strategies that run on the model without files such as draft heads.
         path: the curve's file.
     """
 
     curve: CostCurve
     assistant: CostCurve | None
+    strategies: tuple[StrategyCost, ...]
     path: Path
 
 
@@ -130,7 +151,7 @@ def calibrate_model(
     generate: Generate, rows: Sequence[int], contexts: Sequence[int], assistant_model: PreTrainedModel | None,
     seconds: float, options: dict[str, Any],
 ) -> Calibration:  # fmt: skip
-    """Measures cost curves of the model and the draft model; see :func:`decoders.calibrate`."""
+    """Measures cost curves of the model and the draft model, and the costs of strategies; see :func:`decoders.calibrate`."""
     check_sizes("contexts", contexts)
     check_seconds(seconds)
     runtime = runtime_of(generate, options)
@@ -140,7 +161,8 @@ def calibrate_model(
         formats = {"weights": draft_scheme(runtime) or "keep", "kv_cache": "keep"}
         draft, runtime = Generate(assistant_model, generate.tokenizer, None), runtime.model_copy(update=formats)
         assistant = measured_curve(draft, runtime, rows[:1], contexts[:1], seconds, anew=True)
-    return Calibration(curve, assistant, path_of(folder, curve.subject))
+    strategies = _strategy_costs(generate, assistant_model, options)
+    return Calibration(curve, assistant, strategies, path_of(folder, curve.subject))
 
 
 def measured_curve(
@@ -151,6 +173,30 @@ def measured_curve(
     with engine.lock, engine.active():
         folder = runtime.cost_cache or default_folder()
         return engine.calibration.measured(folder, rows, contexts, runtime.compile, seconds, anew)
+
+
+def _strategy_costs(
+    generate: Generate, assistant_model: PreTrainedModel | None, options: dict[str, Any]
+) -> tuple[StrategyCost, ...]:
+    costs = []
+    for name, entry in registry().strategies().items():
+        strategy = resolve_strategy(name)
+        if entry.cls.needs_grammar or (strategy.needs_assistant and assistant_model is None):
+            continue
+        if entry.cls.takes_assistant:  # in 'auto', for example, other strategies do the work
+            continue
+        extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
+        call = {"do_sample": False, **options, "max_new_tokens": TOKENS, **extra}
+        try:
+            _report(generate, name, 1, call)  # not measured: this call compiles and fills caches
+            report = _report(generate, name, 1, call)
+        except DecodersError:
+            if name == "autoregressive":  # every strategy would refuse these options
+                raise
+            continue  # this model lacks the strategy's heads, or has an unsuitable architecture
+        timings, steps = report.timings, report.steps
+        costs.append(StrategyCost(name, timings.propose / steps, timings.observe / steps, timings.steps / steps))
+    return tuple(costs)
 
 
 def runtime_of(generate: Generate, options: dict[str, Any]) -> RuntimeSettings:

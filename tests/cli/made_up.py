@@ -20,7 +20,7 @@ from decoders.cli import bench_run, demo, doctor, prepare, train_drafters
 from decoders.cli.generate import show_report
 from decoders.cli.prepare import print_advice as print_of
 from decoders.costs import CostCurve, CostPoint, Subject
-from decoders.enabling import Calibration, Warmup, WarmupPart
+from decoders.enabling import Calibration, StrategyCost, Warmup, WarmupPart
 from decoders.engine.decode.calibration import NODES
 from decoders.engine.model.facts import Invariance
 from decoders.report import Report, Stage, Timings
@@ -114,8 +114,13 @@ def print_calibration(console: Console) -> None:
         for context in (64, 2048)
         for nodes in NODES
     ]
-    done = Calibration(CostCurve(subject=subject, points=tuple(points)), None, Path("costs.json"))
+    costs = (
+        StrategyCost("prompt_lookup", 0.000123, 0.000004, 0.0213),
+        StrategyCost("token_recycling", 0.0007, 0.0002, 0.029),
+    )
+    done = Calibration(CostCurve(subject=subject, points=tuple(points)), None, costs, Path("costs.json"))
     console.print(prepare._curves(done))
+    console.print(prepare._strategies(done))
 
 
 def print_load(console: Console) -> None:

@@ -15,7 +15,8 @@ from decoders.costs import curve as curve_files
 from decoders.engine.decode.calibration import subject_of
 from decoders.engine.decode.engine import Engine
 from decoders.engine.model import torch_compat
-from decoders.errors import SettingsError, UnsupportedError
+from decoders.errors import CacheMemoryError, SettingsError, UnsupportedError
+from decoders.hf import ready
 from decoders.strategies import Speculative
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
@@ -164,20 +165,27 @@ def test_measuring_leaves_no_text_behind(engine: Engine, tmp_path: Path) -> None
     assert all(not len(text.tokens) for session in engine.sessions._free for text in session.texts)
 
 
-def test_calibrate_measures_the_draft_model_as_well_and_keeps_the_curve(tmp_path: Path) -> None:
+def test_calibrate_says_what_strategies_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "TOKENS", 8)
     model = tiny_model("llama")
     done = decoders.calibrate(
         model, rows=[1], contexts=[16], assistant_model=tiny_model("llama", seed=1),
         decoders_config={"compile": False, "cost_cache": str(tmp_path)},
     )  # fmt: skip
+    names = {cost.strategy for cost in done.strategies}
+    assert {"autoregressive", "prompt_lookup", "ngram", "speculative"} <= names and "auto" not in names
+    assert all(cost.step >= cost.propose >= 0 for cost in done.strategies)
     assert done.assistant is not None and done.assistant.points
     assert json.loads(done.path.read_text())["subject"] == done.curve.subject.model_dump()
 
 
-def test_options_that_no_strategy_takes_are_refused_and_named() -> None:
+def test_options_that_no_strategy_takes_are_refused_and_named(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with pytest.raises(UnsupportedError, match="temprature"):
         decoders.calibrate(model, temprature=1)
+    loop = {"compile": False, "cost_cache": str(tmp_path), "slots": 10**13}
+    with pytest.raises(CacheMemoryError, match="slots"):  # what plain decoding refuses no strategy is left out for
+        decoders.calibrate(model, rows=[1], contexts=[16], seconds=0.01, decoders_config=loop)
 
 
 @pytest.mark.parametrize("bad", [{"rows": []}, {"rows": [0]}, {"contexts": [1.5]}, {"seconds": 0}])
