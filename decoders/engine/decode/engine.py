@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +23,6 @@ from ..model.call_lock import CallLock
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.compiled.functions import CompiledFunction, TieredFunction
 from ..model.compiled.tiers import Compile
-from ..model.kernels import cpu
 from ..model.output_head import OutputHead
 from ..model.own_forward import OwnForward
 from ..model.recordings import recorder_of
@@ -38,6 +35,7 @@ from ..model.weights.state import WeightState
 from ..model.weights.twin import first_layers
 from .calibration import Calibrator
 from .drafters.modules import ModuleTwin
+from .losses import warn_of_format
 from .sessions import Sessions
 from .verify import StepFunctions
 
@@ -81,7 +79,7 @@ class Engine:
         seconds, target = time.perf_counter() - started, self.target
         making = seconds - target.checks.kernel_seconds - target.checks.seconds
         self._prepared = started, making, target.checks.kernel_seconds, target.checks.seconds
-        _warn_of_format(self.target)
+        warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model do not record steps, because all would have to start and stop replaying at the same step.
         records = self.target.static and not self.target.ranks.several
@@ -347,22 +345,6 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
             "end"
         )
     return tuple(i % count for i in named)
-
-
-def _warn_of_format(target: Target) -> None:
-    """Warns of 16-bit weights on a CPU for which this package has no kernels, because torch multiplies several rows by them slowly."""
-    if target.device.type != "cpu" or target.precision.weights is not None or target.dtype.itemsize != 2:
-        return
-    if (choice := cpu.chosen()).kernels is None:
-        _warn_once(
-            f"there are no kernels for this CPU, so weights in {str(target.dtype).removeprefix('torch.')} decode slowly; float32 is "
-            f"faster ({choice})"
-        )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(f"decoders: {message}", stacklevel=4)
 
 
 def _pass_of(target: Target) -> ForwardPass:

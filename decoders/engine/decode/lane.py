@@ -17,6 +17,7 @@ from .admission import Admission, Seat
 from .batch import Batch
 from .engine import Engine
 from .grammar.host_guide import HostGuide
+from .losses import warn_of_load
 from .output import RequestOutput
 from .prompt_reader import PromptReader
 from .proposer import Proposer
@@ -209,6 +210,7 @@ class Lane:
             seat.member.report.recorded_memory = self.engine.sessions.recorded_nbytes
             seat.member.report.unrecorded = self.pool.unrecorded
             seat.member.close()
+            warn_of_load(seat.member.report)
             if seat.plan is not None:
                 self.pool.texts[seat.place] = self.admission.held(seat)
                 self._uses += 1

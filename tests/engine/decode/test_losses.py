@@ -1,4 +1,4 @@
-"""Where the machine or its load makes us lose, a call says it."""
+"""Where the machine or its load makes us lose, it is said once; and speeds are not compared then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import decoders
-from decoders.engine.decode import engine
+from decoders.engine.decode import losses
 from decoders.engine.decode.step import TimedSteps
 from decoders.engine.model.kernels import cpu
 from decoders.report import Report
@@ -18,8 +18,8 @@ from decoders.testing import decode, prompts, tiny_model
 
 
 @pytest.fixture(autouse=True)
-def unsaid() -> None:
-    engine._warn_once.cache_clear()
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_said", set())
 
 
 def call(model: Any) -> Report:
@@ -27,10 +27,14 @@ def call(model: Any) -> Report:
 
 
 @pytest.mark.parametrize("computing, busy", [(0.3, True), (0.9, False)])
-def test_steps_that_wait_are_said_in_the_report(computing: float, busy: bool, monkeypatch: Any) -> None:
+def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(TimedSteps, "_seconds", lambda self: (1.0, computing))
     model = decoders.enable(tiny_model("llama"))
-    reports = [call(model), call(model)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        reports = [call(model), call(model)]
+    messages = [str(each.message) for each in said if "steps waited" in str(each.message)]
+    assert len(messages) == busy
     for report in reports:
         assert report.waiting == pytest.approx(1 - computing)
         assert report.busy == report.as_dict()["busy"] == busy
@@ -55,7 +59,7 @@ def test_weights_of_16_bits_without_kernels_are_said_once(monkeypatch: pytest.Mo
             monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(None, {"avx2": "no compiler"}))
         else:
             monkeypatch.undo()
-        engine._warn_once.cache_clear()
+        monkeypatch.setattr(losses, "_said", set())
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for _ in range(2):
