@@ -39,50 +39,27 @@ if TYPE_CHECKING:
     from .tree import Topology, TreeTensors
     from .verifiers import Block, Outcomes, Verifier
 
-#: The module of each public name. Modules are imported on first use, so that ``import decoders`` and the commands start quickly.
-_HOME = {
-    "__version__": "common.version",
-    "enable": "enabling",
-    "disable": "enabling",
-    "forget": "enabling",
-    "memories": "enabling",
-    "release": "enabling",
-    "remember": "enabling",
-    "warmup": "enabling",
-    "calibrate": "enabling",
-    "advise": "bench.advice",
-    "Advice": "bench.advice",
-    "Calibration": "enabling",
-    "Warmup": "enabling",
-    "DecodersOutput": "enabling",
-    "DecodersError": "errors",
-    "Report": "report",
-    "Scheduler": "scheduling.scheduler",
-    "Generation": "scheduling.generation",
-    "Completion": "scheduling.many",
-    "generate_many": "scheduling.many",
-    "Settings": "settings",
-    "ObservedCall": "report",
-    "Observer": "report",
-    "Strategy": "strategy",
-    "Draft": "strategy",
-    "Step": "strategy",
-    "PromptChunk": "strategy",
-    "Sequences": "strategy",
-    "Context": "strategy",
-    "Topology": "tree",
-    "TreeTensors": "tree",
-    "Verifier": "verifiers",
-    "Block": "verifiers",
-    "Outcomes": "verifiers",
-    "hookimpl": "hookspecs",
-    "after": "constraints",
-    "choice": "constraints",
-    "grammar": "constraints",
-    "json_schema": "constraints",
-    "regex": "constraints",
-    "tagged": "constraints",
-}
+#: The public names of each module. Modules are imported on first use, so that ``import decoders`` and the commands start quickly.
+_NAMES = {
+    "bench.advice": ("Advice", "advise"),
+    "common.version": ("__version__",),
+    "constraints": ("after", "choice", "grammar", "json_schema", "regex", "tagged"),
+    "enabling": (
+        "Calibration", "DecodersOutput", "Warmup", "calibrate", "disable", "enable", "forget", "memories", "release", "remember",
+        "warmup",
+    ),
+    "errors": ("DecodersError",),
+    "hookspecs": ("hookimpl",),
+    "report": ("ObservedCall", "Observer", "Report"),
+    "scheduling.generation": ("Generation",),
+    "scheduling.many": ("Completion", "generate_many"),
+    "scheduling.scheduler": ("Scheduler",),
+    "settings": ("Settings",),
+    "strategy": ("Context", "Draft", "PromptChunk", "Sequences", "Step", "Strategy"),
+    "tree": ("Topology", "TreeTensors"),
+    "verifiers": ("Block", "Outcomes", "Verifier"),
+}  # fmt: skip
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("demo", "strategies", "testing", "verifiers")
 
 __all__ = [

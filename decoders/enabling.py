@@ -37,6 +37,7 @@ from .hf.ready import (
 )
 from .hf.tokenizers import check_tokenizer
 from .hf.wrapper import GIVEN_TOKENS, Generate
+from .registry.resolve import resolve_backend
 from .strategy import Strategy
 
 __all__ = [
@@ -132,7 +133,10 @@ def compiles_grammars_with(
     Raises:
         UnsupportedError: there is no tokenizer, its tokens' bytes are unknown, or `stops` is empty.
     """
-    return enabled(model).compiles_with(stops, config)
+    options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
+    assert options is not None
+    backend = resolve_backend(options.runtime.constraint_backend)
+    return enabled(model).vocabulary(stops), backend, options.runtime.constraint_seconds
 
 
 def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:

@@ -114,7 +114,7 @@ class Strategy(Configured, ABC):
         rebatches: whether :meth:`rebatch` keeps the state of rows that stay. If not, a strategy that reads prompts would have to read
             all texts again, so a scheduler runs one request at a time with it.
         limits: whether its drafts are no deeper than :meth:`limit` sets, because deeper drafts take more time.
-        finds_layers: whether :meth:`layers_of` or :meth:`layers_for` choose the hidden layers.
+        finds_layers: whether :meth:`layers_for` chooses the hidden layers.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Strategy(Configured, ABC):
     reads_prompt: bool = trait(False, any, hooks=("prefill",))
     rebatches: bool = trait(False, all, hooks=("rebatch",))
     limits: bool = trait(False, all, hooks=("limit",))
-    finds_layers: bool = trait(False, any, of=lambda part: part.reads_layers, hooks=("layers_of", "layers_for"))
+    finds_layers: bool = trait(False, any, of=lambda part: part.reads_layers, hooks=("layers_for",))
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -188,16 +188,12 @@ class Strategy(Configured, ABC):
     def observe(self, state: Any, step: Step) -> None:
         """Learns from a verified step. Updates `state` in place."""
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        """The hidden layers to read from a target with `count` decoder layers. Returns :attr:`hidden_layers` unless overridden."""
-        return self.hidden_layers
-
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
-        """The hidden layers to read, for strategies that choose them by the target's `config` (transformers' ``PreTrainedConfig``).
+        """The hidden layers to read from a target with `count` decoder layers and this `config` (transformers' ``PreTrainedConfig``).
 
-        Returns :meth:`layers_of` unless overridden.
+        Returns :attr:`hidden_layers` unless overridden.
         """
-        return self.layers_of(count)
+        return self.hidden_layers
 
     @property
     def reads_layers(self) -> bool:

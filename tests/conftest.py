@@ -275,8 +275,7 @@ def traced_only(only_trace: Callable[[pytest.MonkeyPatch], None], monkeypatch: p
 @pytest.fixture
 def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling is worth it at once and takes no time, and compiled passes choose other tokens: each the next one of the vocabulary."""
-    from decoders.engine.decode.step_functions import StepFunctions
-    from decoders.engine.decode.verify import settle
+    from decoders.engine.decode.verify import StepFunctions, settle
     from decoders.engine.model.compiled import tiers
     from decoders.engine.model.compiled.forward_pass import ForwardPass
     from decoders.engine.model.target import ForwardResult

@@ -397,13 +397,13 @@ MUTATIONS = (
         ("engine/decode/test_reuse.py",),
     ),
     Mutation(
-        "one-token-too-many-of-a-prefix-is-reused", "decoders/engine/decode/places.py",
+        "one-token-too-many-of-a-prefix-is-reused", "decoders/engine/decode/sessions.py",
         "reused.append(min(max(longest, in_place), len(prompt.tokens) - 1))",
         "reused.append(min(max(longest, in_place) + 1, len(prompt.tokens) - 1))",
         ("engine/decode/test_session.py",),
     ),
     Mutation(
-        "a-row-reuses-the-text-of-another", "decoders/engine/decode/places.py",
+        "a-row-reuses-the-text-of-another", "decoders/engine/decode/sessions.py",
         "moves.append((row, holder.stored.buffers, source_row, reused[-1]))",
         "moves.append((row, holder.stored.buffers, 0, reused[-1]))",
         ("engine/decode/test_session.py",),

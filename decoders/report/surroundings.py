@@ -1,4 +1,4 @@
-"""What a measurement depends on besides the call: the processor and the other processes that use it."""
+"""Measures time: a stopwatch without compilation, and the processor and other processes that a measurement depends on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import torch
 
 from ..common.devices import processor_name
+from .figures import Timings
 
 __all__ = ["WAITING", "busy_share", "processor_name"]
 
@@ -39,3 +40,17 @@ def busy_share(seconds: float = 0.01) -> float:
 def waiting_share(wall: float, computing: float) -> float:
     """The share of `wall` seconds in which a thread waited for a processor. computing: seconds in which the thread had a processor."""
     return max(1 - computing / wall, 0.0) if wall > 0 else 0.0
+
+
+class Stopwatch:
+    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already includes them."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._timings = timings
+        self._begun, self._compiled = time.perf_counter(), timings.compile
+
+    def next(self) -> float:
+        """Returns the seconds since the last call of this method, at first since the stopwatch was created."""
+        begun, compiled = self._begun, self._compiled
+        self._begun, self._compiled = time.perf_counter(), self._timings.compile
+        return self._begun - begun - (self._compiled - compiled)

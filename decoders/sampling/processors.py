@@ -79,10 +79,7 @@ class SamplingInputs:
 
     def of_rows(self, begin: int, end: int) -> SamplingInputs:
         """The inputs of the rows ``begin:end``."""
-        return self.of(slice(begin, end))
-
-    def of(self, rows: slice | Tensor) -> SamplingInputs:
-        """The inputs of `rows`."""
+        rows = slice(begin, end)
 
         def of_rows(tensor: Tensor | None, shared: int) -> Any:
             """`tensor` for `rows`. shared: how many dimensions the tensor has if all rows share it."""

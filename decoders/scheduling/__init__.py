@@ -4,6 +4,6 @@
 """
 
 from ..common.pieces import TextPieces, special_tokens, unfinished
-from ..engine.decode.logprobs import TokenLogprobs
+from ..engine.decode.output import TokenLogprobs
 
 __all__ = ["TextPieces", "TokenLogprobs", "special_tokens", "unfinished"]

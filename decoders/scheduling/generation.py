@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.pieces import TextPieces, text_behind
 from ..enabling import PreparedCall
-from ..engine.decode.logprobs import TokenLogprobs
-from ..engine.decode.output import RequestOutput
+from ..engine.decode.output import RequestOutput, TokenLogprobs
 from ..errors import CancelledError
 from ..report import Report
 

@@ -86,9 +86,6 @@ class Merged(Strategy):
             part.compose(resolve, registered)
         self.declare(**merged_traits(self.parts))
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        return union(part.layers_of(count) for part in self.parts)
-
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         return union(part.layers_for(config, count) for part in self.parts)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoders import bench, demo
 from decoders.bench import machine
 from decoders.demo import Prompt
-from decoders.engine.decode import timed_steps
+from decoders.engine.decode import step
 from decoders.testing import tiny_model
 
 TEXTS = [
@@ -27,7 +27,7 @@ def _plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("DECODERS_CONFIG", raising=False)
     monkeypatch.setattr(machine.copy_bandwidth, "__defaults__", (1 << 22, 1))  # every command asks the machine for it
-    monkeypatch.setattr(timed_steps, "waiting_share", lambda *_: 0.0)  # where the machine is busy ratios are left out
+    monkeypatch.setattr(step, "waiting_share", lambda *_: 0.0)  # where the machine is busy ratios are left out
 
 
 @pytest.fixture

@@ -456,12 +456,12 @@ def test_a_grammar_needs_a_tokenizer_that_knows_bytes(letters):
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guides stay on the device, as on CUDA, though this one is the CPU."""
 
-    def guide_of(*args: Any) -> DeviceGuide:
-        made = DeviceGuide.of(*args[:4])
-        assert made is not None
+    def of(*args: Any, shared: bool) -> DeviceGuide:
+        made = DeviceGuide.of(*args)
+        assert made is not None and not shared
         return made
 
-    monkeypatch.setattr(batch, "guide_of", guide_of)
+    monkeypatch.setattr(batch.HostGuide, "of", of)
 
 
 @pytest.mark.parametrize("name", slow_but(["prompt_lookup", "dynamic tree"], STRATEGIES))

@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 import decoders
-from decoders.engine.decode import places
+from decoders.engine.decode import sessions
 from decoders.engine.decode.lane import Lane, in_place, share_steps
 from decoders.engine.decode.session import Session
 from decoders.engine.model.compiled.tiers import PassKind, Tiers
@@ -1016,7 +1016,7 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, batches = [], []
-    exchange, rebatch = places.exchange, Lane._rebatch
+    exchange, rebatch = sessions.exchange, Lane._rebatch
 
     def spied(self: Session, one: int, other: int, count: int, other_count: int) -> None:
         moved.append((one, other))
@@ -1026,7 +1026,7 @@ def test_a_request_takes_the_row_of_one_that_has_left_without_a_copy(
         batches.append(len(seats))
         rebatch(self, seats)
 
-    monkeypatch.setattr(places, "exchange", spied)
+    monkeypatch.setattr(sessions, "exchange", spied)
     monkeypatch.setattr(Lane, "_rebatch", counted)
     monkeypatch.setattr(
         Tiers, "mixes", lambda *_, single: False

@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 
 from decoders.common.pieces import special_tokens, text_behind
 from decoders.constraints.calls import not_beginning
-from decoders.engine.decode.logprobs import TokenLogprobs
+from decoders.engine.decode.output import TokenLogprobs
 from decoders.server.answers import Growing
 from decoders.server.arguments import Stops, StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 from decoders.common.pieces import special_tokens
 from decoders.constraints import FORMATS, ThinkingMarkers, call_arguments
 from decoders.constraints.tags.thinking import KNOWN
-from decoders.engine.decode.logprobs import TokenLogprobs
+from decoders.engine.decode.output import TokenLogprobs
 from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.arguments import Stops
 from decoders.server.bodies import ChatBody

@@ -45,7 +45,7 @@ OF_ITS_OWN = {
     "hints": "they are read for each part before these are merged",
     "auto_place": "auto chooses among strategies that are registered, and a merged one is made by a call",
     "auto_settings": "auto chooses among strategies that are registered, and a merged one is made by a call",
-    "hidden_layers": "its layers are told by layers_of and layers_for",
+    "hidden_layers": "its layers are told by layers_for",
     "traits": "they are looked at one by one",
     "grade_rates": "a joint draft has no grades: those of several drafters are not on one scale",
 }
@@ -122,9 +122,6 @@ class Probe(Strategy):
     def compose(self, resolve: Any, registered: Any) -> None:
         self._note("compose", None)
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
-        return self._note("layers_of", (count - 1,))
-
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         return self._note("layers_for", (0,))
 
@@ -158,7 +155,6 @@ ARGUMENTS: dict[str, tuple] = {
 }  # fmt: skip
 WITHOUT_STATE: dict[str, tuple] = {
     "start": (CONTEXT,),
-    "layers_of": (2,),
     "layers_for": (None, 2),
     "settings_in_force": (),
     "compose": (None, {}),

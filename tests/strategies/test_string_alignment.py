@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
 from decoders.constraints.vocabulary import Vocabulary
-from decoders.engine.decode.resources import CallResources
+from decoders.engine.decode.proposer import Proposer
 from decoders.errors import UnsupportedError
 from decoders.strategies import Speculative, text_drafter
 from decoders.strategies.text_drafter import TranslatedText
@@ -197,9 +197,9 @@ def test_a_scheduler_has_one_cache_of_the_draft_model_while_requests_come_and_go
 ) -> None:
     target, draft, own, other = pair()
     opened: list[int] = []
-    module = CallResources._module
+    module = Proposer._module
     monkeypatch.setattr(
-        CallResources, "_module", lambda self, *a, **k: (module(self, *a, **k), opened.append(len(self.modules)))[0]
+        Proposer, "_module", lambda self, *a, **k: (module(self, *a, **k), opened.append(len(self.modules)))[0]
     )
     ids, lengths = own(TEXT)["input_ids"], (9, 3, 14, 5)
     with decoders.Scheduler(

@@ -17,11 +17,11 @@ from ..model.buckets import LEAST_CHUNK, chunk_bucket
 from ..model.target import PREFILL_CHUNK
 from ..model.weights.state import WeightState
 from .output import RequestOutput
-from .places import take_over
 from .prefix_cache import NOTHING, KeptText, PrefillPlan
 from .prompt_reader import PromptReader, read_chunk
 from .request import Request
 from .session import Session
+from .sessions import take_over
 
 #: Greatest number of tokens in a pass over several prompts. A longer prompt is prefilled alone, because it keeps the processor busy.
 SHARED_PASS = 512

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...common.devices import moved_together
+from ...common.devices import has_64_bits, moved_together
 from ...errors import InputError, amount
 from ...strategy import Draft, HostRows
 from ...tree import TreeTensors
@@ -22,14 +22,13 @@ from ..model.blocks import Blocks, LeadingText, NodeBlock, PromptPiece
 from ..model.buckets import round_up, row_bucket
 from ..model.invariance import branch_length
 from ..model.target import Target
-from .core import Core, StepOutput
+from .core import Core, StepOutput, core_of
 from .engine import Engine
-from .grammar.device_guide import guide_of
+from .grammar.device_guide import DeviceGuide
 from .grammar.guide import Guide
 from .grammar.host_guide import HostGuide
 from .hook_checks import check_tree, raise_faults
 from .output import RequestOutput
-from .recorded_core import core_of
 from .request import Request, empty_report
 from .rows import Rows
 from .rules import rule_of
@@ -185,9 +184,10 @@ class Batch:
         stays = any(source >= 0 and grammar is not None for source, grammar in zip(sources, grammars, strict=True))
         if isinstance(self.guide, HostGuide) and stays:
             return self.guide.rebatch(sources, grammars)
-        if self.shared:
-            return HostGuide.of(grammars, target.vocab_size, target.device, shared=True)
-        return guide_of(grammars, target.vocab_size, target.device, self.compiler(self.engine), target.static)
+        on_device: Guide | None = None
+        if not self.shared and target.static and has_64_bits(target.device):  # the step may be recorded
+            on_device = DeviceGuide.of(grammars, target.vocab_size, target.device, self.compiler(self.engine))
+        return on_device or HostGuide.of(grammars, target.vocab_size, target.device, shared=self.shared)
 
     def fit_blocks(self) -> None:
         """Sets how blocks are padded. This depends on whether the next pass is compiled. Call it before the strategy's `start`, because

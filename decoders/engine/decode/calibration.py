@@ -27,8 +27,7 @@ from ..model.kernels import cpu
 from ..model.recordings import PLAIN_RUNS
 from ..model.target import Target
 from ..model.threads import torchs_own
-from .core import CoupledRule
-from .recorded_core import core_of
+from .core import CoupledRule, core_of
 from .rows import no_sampling
 from .sessions import Sessions
 
@@ -193,9 +192,8 @@ def measure(
     points: list[CostPoint] = []
     with (
         forward_pass.tiers.during(compile, report),
-        sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as opened,
+        sessions.open(prompts, max(nodes), sampling, context + 2 * max(nodes), reuse=False) as (session, *_),
     ):
-        session = opened.session
         forward_pass.fit(session.blocks, rows)
         plan, nothing = SamplingPlan(), Draft.nothing(rows, device)
         core = core_of(forward_pass, plan, CoupledRule(forward_pass, plan), session.recordings, copy=False)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnsupportedError, amount
+from ...report.surroundings import Stopwatch
 from ..model.ranks import Ranks
 from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
 from ..model.static_inputs import StaticInputs
@@ -30,8 +31,7 @@ from .proposer import Proposer
 from .request import Request
 from .rows import shapes_of
 from .sampling import sampling_of
-from .step import Stopwatch, step
-from .timed_steps import TimedSteps
+from .step import TimedSteps, step
 from .verify import Outcome
 
 #: Number of slots that a call first reserves after its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
@@ -99,13 +99,12 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
-    opened = stack.enter_context(
+    batch.session, reusable, lengths = stack.enter_context(
         engine.sessions.open(
             request.prompts, request.new_tokens, sampling, slots, reuse, prefixes=prefixes,
             shifts=inputs.shifts if inputs is not None else (),
         )
     )  # fmt: skip
-    batch.session, reusable = opened.session, opened.reusable
     if batch.session.recordings is not None:
         batch.session.recordings.unrecorded = ""
     if request.given is not None:
@@ -116,12 +115,12 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     prompts = PromptReader(proposer)
     if not reads:
         leave_last_chunk = not (target.recurrent or target.static) and request.new_tokens > 0
-        prompts.read(opened.lengths, reusable, leave_last_chunk=leave_last_chunk)
+        prompts.read(lengths, reusable, leave_last_chunk=leave_last_chunk)
     timings.prefill = stopwatch.next()
     proposer.arrange(batch.request, list(batch.members), [-1] * batch.width)
     timings.start += stopwatch.next()
     if reads:
-        prompts.read(opened.lengths, reusable)
+        prompts.read(lengths, reusable)
     timings.prefill += stopwatch.next()
 
 
@@ -134,7 +133,7 @@ def end(proposer: Proposer) -> None:
     if batch.request.given is None:  # otherwise slots hold the caller's keys and values: no later call may reuse them
         prompts = [batch.request.prefix_of(row) for row in range(len(batch.request.prompts))]
         batch.session.keep([max(length - 1 - batch.pending, 0) for length in batch.lengths], prompts)
-    batch.report.peak_memory = proposer.resources.peak_memory
+    batch.report.peak_memory = proposer.peak_memory
     batch.report.recorded_memory = batch.engine.sessions.recorded_nbytes
     batch.report.unrecorded = batch.session.unrecorded
     batch.report.details = proposer.details()
@@ -176,7 +175,7 @@ def recordable(proposer: Proposer) -> bool:
         batch.session.recordings is not None and request.strategy.on_device
         and (batch.guide is None or batch.guide.on_device)
         and all(drafter.on_device for drafter in proposer.drafters)
-        and all(module.on_device for module in proposer.resources.modules)
+        and all(module.on_device for module in proposer.modules)
         and not request.kind.host
     )  # fmt: skip
 
@@ -211,7 +210,10 @@ class StepRecording:
                 sampling=batch.rows.sampling,
             )
         )
-        self._depends_on = self._constants()
+        self._depends_on = (
+            batch.request.kind, batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
+            tuple(id(drafter.session) for drafter in proposer.drafters),
+        )  # fmt: skip
         self._seen: set[Hashable] = set()
         self._plain: Counter[Hashable] = Counter()
         self._failed = False
@@ -261,13 +263,6 @@ class StepRecording:
             for each in counts:
                 each.recorded(recorded is not None)
         return recorded
-
-    def _constants(self) -> tuple:
-        batch = self.batch
-        return (
-            batch.request.kind, batch.target.layers, shapes_of(batch.rows.sampling), type(batch.guide),
-            tuple(id(drafter.session) for drafter in self.proposer.drafters),
-        )  # fmt: skip
 
     @property
     def _key(self) -> tuple:

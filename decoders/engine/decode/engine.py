@@ -37,7 +37,7 @@ from .calibration import Calibrator
 from .drafters.modules import ModuleTwin
 from .losses import warn_of_format
 from .sessions import Sessions
-from .step_functions import StepFunctions
+from .verify import StepFunctions
 
 #: Greatest number of strategies' compiled functions that an engine keeps.
 KEPT_FUNCTIONS = 64

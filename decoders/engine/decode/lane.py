@@ -19,13 +19,13 @@ from .engine import Engine
 from .grammar.host_guide import HostGuide
 from .losses import warn_of_load
 from .output import RequestOutput
-from .places import reorder
 from .prompt_reader import PromptReader
 from .proposer import Proposer
 from .request import Request, empty_report
 from .sampling import sampling_of
 from .session import Session
-from .timed_steps import TimedSteps
+from .sessions import reorder
+from .step import TimedSteps
 
 #: Number of slots per place (row) of a new pool; the pool is enlarged when its texts need more.
 FIRST_SLOTS = 256
@@ -188,7 +188,7 @@ class Lane:
             self._steps.advance()
         finally:
             batch.next_piece = None
-        self.admission.was_read(seat, self._steps.clock.last.piece, count)
+        self.admission.was_read(seat, self._steps.piece, count)
 
     def _leave(self) -> list[RequestOutput]:
         """Removes and returns the requests that have ended or failed. Their rows are free from the next step on."""

@@ -1,34 +1,41 @@
-"""Runs the strategy of a batch: calls its hooks in order, and decides which of its draft tokens are worth verifying."""
+"""Runs the strategy of a batch: opens its draft models, calls its hooks, and decides which of its draft tokens are verified."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from ...common.devices import accelerator
 from ...common.host_reads import recorded
+from ...costs.steps import StepCosts
 from ...costs.worth import DraftWorth
-from ...strategy import Draft, HostStep, PromptChunk, check_draft, finish_all
+from ...strategy import Context, Draft, HostStep, PromptChunk, Strategy, check_draft, finish_all, no_memory
 from ...tree import TreeTensors
 from ..model.blocks import without_empty_end
 from .batch import Batch
 from .core import StepOutput
 from .drafters.drafter import ModelDrafter
+from .drafters.modules import SlotPasses
+from .drafters.staged import context_draft
 from .hook_checks import check_tree, untouched
 from .output import RequestOutput
 from .request import Request
-from .resources import CallResources
 from .verify import Outcome, step_keys
 
 
 class Proposer:
-    """The strategy of a batch, with its state and the resources that it has opened.
+    """The strategy of a batch, with its state and what it has opened.
 
     Attributes:
-        resources: the draft models, modules and costs that the strategy uses.
+        drafters: the open draft models.
+        modules: the open drafting networks that are not language models.
+        costs: estimates the costs of a step; None until the strategy or the loop needs an estimate.
         state: the strategy's state.
         worth: decides how many nodes of a draft are verified; None with ``prune=False``, or if drafts may not be cut.
         arranged: whether :meth:`arrange` was called yet.
@@ -36,11 +43,15 @@ class Proposer:
 
     Args:
         batch: the batch that the strategy drafts for.
-        stack: closes the resources when the call ends.
+        stack: closes what the strategy has opened when the call ends.
     """
 
     def __init__(self, batch: Batch, stack: ExitStack) -> None:
-        self.batch, self.resources = batch, CallResources(batch, stack)
+        self.batch, self._opened = batch, stack.enter_context(ExitStack())
+        self.drafters: list[ModelDrafter] = []
+        self.modules: list[SlotPasses] = []
+        self.costs: StepCosts | None = None
+        self._measured = self._measured_rows = False
         self.state: Any = None
         self.worth: DraftWorth | None = None
         request, shared = batch.request, batch.shared
@@ -49,14 +60,9 @@ class Proposer:
         self._prunes = not batch.target.static and batch.verifier is None and (strategy.rests or not strategy.observes)
         if self._prunes and request.runtime.prune:
             ends = [len(prompt) + request.new_tokens for prompt in request.prompts]
-            self.worth = DraftWorth(self.resources.step_costs, None if shared else ends, strategy.grade_rates)
+            self.worth = DraftWorth(self.step_costs, None if shared else ends, strategy.grade_rates)
         self.skipped = self.arranged = self._started = False
         self._verified: int | None = None  # number of verified nodes, root included, if the draft's end was cut
-
-    @property
-    def drafters(self) -> list[ModelDrafter]:
-        """The draft models that the strategy has opened."""
-        return self.resources.drafters
 
     def arrange(self, request: Request, members: list[tuple[RequestOutput, int]], sources: Sequence[int]) -> bool:
         """Arranges the rows of the batch (:meth:`Batch.arrange`), and starts or rebatches the strategy.
@@ -72,26 +78,28 @@ class Proposer:
         batch.arrange(request, members, sources, same=same)
         if self.worth is not None:
             self.worth.rebatch(sources[: batch.row_count])
-        self.resources.costs = None
+        self.costs = None
         if stays:
-            context = self.resources.rebatch(sources)
+            context = self._rebatched(sources)
             with untouched("rebatch", strategy, context.sequences):
                 self.state = strategy.rebatch(self.state, torch.tensor(sources, device=batch.target.device), context)
         else:
             self.finish()
-            self.resources.close()
-            context = self.resources.context()
+            self._opened.close()
+            self.drafters.clear()
+            self.modules.clear()
+            context = self._context()
             with untouched("start", strategy, context.sequences):
                 self.state = strategy.start(context)
             self._started = True
         if self.worth is not None:  # the first step must not wait for the files of measured costs
-            self.resources.step_costs()
+            self.step_costs()
         return not stays
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Passes a chunk of the prompts to the strategy's `prefill`. latest: the largest slot at which a row's chunk begins."""
         self.batch.where = "prefill"
-        for module in self.resources.modules:  # the chunk may reach beyond the prompts, and needs slots there, too
+        for module in self.modules:  # the chunk may reach beyond the prompts, and needs slots there, too
             module.reserve(latest + chunk.tokens.shape[1])
         strategy = self.batch.request.strategy
         with untouched("prefill", strategy, chunk):
@@ -204,3 +212,91 @@ class Proposer:
         step = out.observed(sequences, read)
         with untouched("observe", strategy, sequences, step):
             strategy.observe(self.state, step if self._verified is None else replace(step, own_nodes=self._verified))
+
+    def _context(self) -> Context:
+        """Returns a new :class:`Context` for the strategy, with the batch's current rows."""
+        batch, request, target = self.batch, self.batch.request, self.batch.target
+        models = request.models
+        context = Context(
+            model=models.model, tokenizer=models.tokenizer, assistant_model=models.assistant_model,
+            strategy=request.resolve, vocabulary_of=models.draft_models.vocabulary_of, plan=request.plan,
+            new_tokens=None if batch.shared else request.new_tokens,
+            memory=self._memory_of if request.runtime.memory else no_memory,
+            texts=batch.engine.texts,
+            rows=batch.width, slots=batch.rows.slots, sequences=batch.session.view(max(batch.lengths))[1],
+            sampling=batch.rows.sampling, guide=batch.guide, coupled=batch.verifier is None,
+            device=target.device, vocab_size=target.vocab_size, decoder_layers=target.decoder_layers, embed=target.embed,
+            clock=target.ranks.clock, compile=batch.compiler(batch.engine), head=batch.engine.head,
+            first_layers=partial(batch.engine.first_layers, models.model), module=self._module, costs=self._costs,
+        )  # fmt: skip
+        return replace(context, draft=context_draft(batch, batch, self._opened, context, self.drafters))
+
+    def _module(
+        self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
+    ) -> SlotPasses:
+        """Prepares the passes of a drafting network, see :attr:`Context.module`."""
+        batch = self.batch
+        passes = SlotPasses(
+            batch.engine.module(module, example), batch.width, self._slots, ahead, batch.compiler(batch.engine)
+        )
+        passes.on_device = on_device
+        self.modules.append(passes)
+        return passes
+
+    @property
+    def _slots(self) -> int:
+        """The number of slots that a row of the batch may need."""
+        return max(self.batch.longest if self.batch.target.static else max(self.batch.lengths), self.batch.rows.slots)
+
+    def _rebatched(self, sources: Sequence[int]) -> Context:
+        """Adapts open draft models and modules to the batch's new rows, and returns the strategy's new context.
+
+        sources: see :meth:`Batch.arrange`.
+        """
+        context = self._context()
+        for drafter in list(self.drafters):
+            drafter.rebatch(sources, context)
+        for module in self.modules:
+            module.rebatch(sources, self._slots)
+        return context
+
+    def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
+        """Returns an object that a strategy keeps between calls, see :attr:`Context.memory`. of: the strategy, if not the call's."""
+        request = self.batch.request
+        return self.batch.engine.memory(of or request.strategy, key, factory, request.memory_salt)
+
+    def _costs(self, measure: bool = False) -> StepCosts | None:
+        """Returns the measured costs of the batch's steps, or None if nothing was measured; see :attr:`Context.costs`."""
+        if self.costs is None or self.costs.curve is None or (measure and not self._measured):
+            batch = self.batch
+            calibration, folder = batch.engine.calibration, batch.request.cost_folder
+            context = max(batch.lengths)
+            known = calibration.known(folder)
+            # If requests join and leave, only two numbers of rows are measured, and only once: 1 and the capacity.
+            if measure and not (batch.shared and self._measured_rows):
+                rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
+                known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)
+                self._measured_rows = True
+            if known is not None:
+                # Equal calls must have equal node budgets, so ratios observed in earlier calls are used only if costs are measured.
+                ratios = partial(calibration.ratios, batch.width) if measure else None
+                self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
+        return self.costs if self.costs is not None and self.costs.curve is not None else None
+
+    def step_costs(self) -> StepCosts:
+        """The costs of the batch's steps: from the measured curve if there is one, else from observed steps."""
+        costs = self.costs or self._costs()
+        if costs is None:
+            batch = self.batch
+            line = batch.engine.calibration.line
+            costs = self.costs = StepCosts(None, batch.width, max(batch.lengths), batch.blocks.size, line=line)
+        return costs
+
+    @property
+    def peak_memory(self) -> int:
+        """The call's peak memory in bytes. On devices other than CUDA and XPU it is the size of the caches, which never shrink."""
+        device = self.batch.target.device
+        if (module := accelerator(device)) is not None:
+            return module.max_memory_allocated(device)
+        own = self.batch.rows.buffers.nbytes + sum(module.nbytes for module in self.modules)
+        return own + sum(drafter.nbytes for drafter in self.drafters)

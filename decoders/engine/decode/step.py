@@ -1,23 +1,23 @@
 """One step of decoding, in the order of the papers. Read this file first: the other files of this package are called from here.
 
-If whole steps are recorded (as CUDA graphs), :func:`step` is recorded (:mod:`~decoders.engine.decode.call`). :func:`step` also runs the
-steps in which a draft model verifies the drafts of another strategy (:mod:`~decoders.engine.decode.drafters.staged`).
+If whole steps are recorded (as CUDA graphs), :func:`step` is recorded (:mod:`~decoders.engine.decode.call`).
 """
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from dataclasses import replace
 
-from ...report import Timings
+from ...report.surroundings import Stopwatch, waiting_share
 from ...strategy import Draft
 from ..model.blocks import NodeBlock
+from .batch import Batch
 from .core import StepOutput
-from .rows import Rows
+from .proposer import Proposer
 from .verify import Outcome
 
 
-def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
+def step(proposer: Proposer, batch: Batch, clock: Clock | None = None, *, recording: bool = False) -> StepOutput:
     """Runs one step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
 
     Args:
@@ -50,56 +50,6 @@ def step(proposer: Proposes, batch: Verifies, clock: Clock | None = None, *, rec
     return out
 
 
-class Proposes(Protocol):
-    """Drafts tokens for rows, and observes which of them were accepted (:class:`~decoders.engine.decode.proposer.Proposer`)."""
-
-    def propose(self) -> Draft: ...
-    def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Tells the strategy which draft tokens were accepted. outcome: the step's results; None if the host has not read them."""
-        ...
-
-
-class Computes(Protocol):
-    """The device's part of a step (:class:`~decoders.engine.decode.core.Core`)."""
-
-    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """Runs the pass over a block, verifies its nodes, and updates the rows."""
-        ...
-
-
-class Verifies(Protocol):
-    """Rows for which a target (:class:`~decoders.engine.decode.batch.Batch`) or a draft model verifies drafts."""
-
-    @property
-    def rows(self) -> Rows: ...
-    @property
-    def core(self) -> Computes: ...
-
-    def block_of(self, draft: Draft) -> NodeBlock:
-        """Returns the draft, padded to a block."""
-        ...
-
-    def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """`block` with the grammars' masks after each node, and without the draft tokens that the grammars forbid."""
-        ...
-
-    def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> Outcome | None:
-        """Returns which tokens were accepted, read by the host; None if the host does not read them."""
-        ...
-
-    def stop(self, out: StepOutput, outcome: Outcome) -> None:
-        """Cuts the new tokens in `outcome`, `out` and the rows after the token at which a stopping criterion ends a row."""
-        ...
-
-    def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Advances grammars and recurrent states over the committed tokens."""
-        ...
-
-    def deliver(self, out: StepOutput, outcome: Outcome) -> None:
-        """Adds the new tokens to the requests' outputs."""
-        ...
-
-
 class Clock:
     """Its methods are called at the beginning of a step and at the end of each part of the step. This base class does nothing."""
 
@@ -116,15 +66,119 @@ class Clock:
 UNTIMED = Clock()
 
 
-class Stopwatch:
-    """A stopwatch that leaves out seconds of compilation, because `Timings.compile` already includes them."""
+class TimedSteps(Clock):
+    """Runs the steps of a batch. It is their clock, and adds the seconds of their parts, without compilation, to the report.
 
-    def __init__(self, timings: Timings) -> None:
-        self._timings = timings
-        self._begun, self._compiled = time.perf_counter(), timings.compile
+    What it learns from a step counts from the next step on: how many threads to use, whether to draft, what nodes cost, and what is
+    worth compiling.
 
-    def next(self) -> float:
-        """Returns the seconds since the last call of this method, at first since the stopwatch was created."""
-        begun, compiled = self._begun, self._compiled
-        self._begun, self._compiled = time.perf_counter(), self._timings.compile
-        return self._begun - begun - (self._compiled - compiled)
+    Attributes:
+        piece: the seconds of the last step's pass that a prompt piece (:attr:`Batch.next_piece`) took, by its share of tokens.
+    """
+
+    piece = 0.0
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer, self.batch = proposer, proposer.batch
+        self.timings = self.batch.report.timings
+        self._threads = self.batch.engine.threads
+
+    def advance(self) -> None:
+        """Runs the next step."""
+        if self._threads is not None:
+            self._threads.use()
+        step(self.proposer, self.batch, self)
+        self._learn()
+
+    def begun(self) -> None:
+        self._before = replace(self.timings) if self.batch.shared else self.timings
+        self._stopwatch = Stopwatch(self.timings)
+        self._began = time.perf_counter(), time.thread_time(), self.timings.compile
+
+    def proposed(self) -> None:
+        self._drafting = self._stopwatch.next()
+        self.timings.propose += self._drafting
+
+    def masked(self) -> None:
+        self.timings.mask += self._stopwatch.next()
+        self._passes, self._replays = self.batch.forward_pass.compiled_passes, self.batch.session.replays
+
+    def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
+        assert outcome is not None
+        batch, report = self.batch, self.batch.report
+        core, nodes = self._stopwatch.next(), block.draft_tokens.shape[1] + 1 + block.text.length
+        prompt, read = batch.prompt_left and not report.steps, 0 if block.piece is None else block.piece.tokens.shape[1]
+        self._outcome, self._nodes, self._drafted = outcome, nodes, draft.tokens.shape[1] > 0
+        self._context = max(batch.lengths)  # before the step's tokens are delivered
+        self._compiled = batch.forward_pass.compiled_passes > self._passes
+        self._replayed = batch.session.replays > self._replays
+        self._reads_prompt = bool(prompt or read)
+        self._core, self.piece = core, core * read / (read + nodes * batch.width)
+        report.compiled_steps += self._compiled
+        report.replayed_steps += self._replayed
+        if prompt:
+            report.prefill_steps = 1
+            self.timings.prefill += core
+        else:
+            self.timings.core += core - self.piece
+        if not report.steps:
+            report.time_to_first_token = self.timings.call
+        if self._threads is not None:
+            wall, computing = self._seconds()
+            self._threads.judge(wall, computing)
+            report.waiting += (waiting_share(wall, computing) - report.waiting) / (report.steps + 1)
+            for member, _ in batch.members:
+                member.report.waiting, member.report.threads = report.waiting, self._threads.count
+
+    def stopped(self) -> None:
+        self.timings.host += self._stopwatch.next()
+
+    def settled(self) -> None:
+        spent = self._stopwatch.next()
+        if self.batch.target.recurrent:
+            self.timings.core += spent
+        else:
+            self.timings.mask += spent
+
+    def observed(self) -> None:
+        self._observing = self._stopwatch.next()
+        self.timings.observe += self._observing
+
+    def delivered(self) -> None:
+        self.timings.host += self._stopwatch.next()
+        if self.batch.shared:
+            spent = self.timings.since(self._before)
+            for member, _ in self.batch.members:
+                member.report.share(spent, self.batch.report.nodes, self._compiled, self._replayed)
+
+    def _seconds(self) -> tuple[float, float]:
+        """Returns the seconds since the step began, without compilation, and this thread's CPU seconds in the same time."""
+        began, computed, compiled = self._began
+        return time.perf_counter() - began - (self.timings.compile - compiled), time.thread_time() - computed
+
+    def _learn(self) -> None:
+        if self._replayed:
+            self.proposer.book_replay(self._drafting + self._core)
+        if not self._reads_prompt:
+            self._learn_costs()
+        self.proposer.learn(self._outcome)
+
+    def _learn_costs(self) -> None:
+        """Updates the cost models by the last step, whose pass ran no prompt tokens."""
+        batch, proposer = self.batch, self.proposer
+        if not self._drafted:
+            batch.forward_pass.tiers.book_single(self._core, batch.row_count)
+        worth, costs = proposer.worth, proposer.costs
+        if worth is None and costs is None:
+            return
+        # A step that is not replayed yet is slower than the later, replayed steps of its size: it would mislead the cost models.
+        if batch.session.recordings is not None and not self._replayed:
+            return
+        agreed = batch.target.ranks.first_number
+        seconds = agreed(self._core)
+        if worth is not None:
+            observing = self._observing if batch.request.strategy.misses_steps else 0.0
+            drafting = None if proposer.skipped else agreed(self._drafting + observing)
+            worth.observe(seconds, self._outcome.emitted, drafting)
+        if costs is not None:
+            costs.observe(self._nodes, seconds, self._context, self._compiled)

@@ -10,7 +10,7 @@ import torch
 
 import decoders
 from decoders.engine.decode import losses
-from decoders.engine.decode.clock import StepClock
+from decoders.engine.decode.step import TimedSteps
 from decoders.engine.model.kernels import cpu
 from decoders.report import Report
 from decoders.report.surroundings import waiting_share
@@ -28,7 +28,7 @@ def call(model: Any) -> Report:
 
 @pytest.mark.parametrize("computing, busy", [(0.3, True), (0.9, False)])
 def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(StepClock, "_seconds", lambda self: (1.0, computing))
+    monkeypatch.setattr(TimedSteps, "_seconds", lambda self: (1.0, computing))
     model = decoders.enable(tiny_model("llama"))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -23,7 +23,6 @@ import decoders
 from decoders.common import devices, host_reads
 from decoders.costs import StepCosts, node_budget
 from decoders.engine.decode import core
-from decoders.engine.decode import step as step_module
 from decoders.engine.decode.batch import Batch
 from decoders.engine.decode.calibration import REPEATS_IN_CALL
 from decoders.engine.decode.grammar.device_guide import DeviceGuide
@@ -36,7 +35,7 @@ from decoders.engine.model.compiled.background import BackgroundCompile
 from decoders.engine.model.recordings import PLAIN_RUNS, WARM_UP_STEPS, Recordings
 from decoders.engine.model.target import Target
 from decoders.hf import wrapper
-from decoders.report import Report
+from decoders.report import Report, surroundings
 from decoders.strategies import PromptLookup, Staged, Threshold
 from decoders.strategies.merged import Merged
 from decoders.strategy import Draft, Sequences, Step, Strategy
@@ -197,7 +196,7 @@ def test_a_step_of_a_strategy_on_the_host_is_one_launch_one_copy_each_way_and_on
         # Auto sizes its drafts by time. On a busy machine it would come to a size first in the last call, which is then recorded.
         ticks = itertools.count(step=1e-3)
         monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-        monkeypatch.setattr(step_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        monkeypatch.setattr(surroundings, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     costs = Costs(device, monkeypatch)
     for _ in range(2):
         run(target, strategy, rows, 24, **given)

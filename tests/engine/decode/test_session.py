@@ -41,10 +41,11 @@ def read(
     """What a call does before its first step: per row the tokens not read, and the session."""
     lengths = [len(prompt) for prompt in prompts]
     with torch.no_grad(), pool.open(prompts, 4, sampling(len(prompts)), max(*lengths, slots) + 4, reuse) as opened:
-        reused, left = opened.session.prefill(lengths, opened.reusable, chunk, pool.target.prefill)
+        session, reusable, _ = opened
+        reused, left = session.prefill(lengths, reusable, chunk, pool.target.prefill)
         assert left == 0
-        opened.session.keep([length - 1 for length in lengths])
-    return reused, opened.session
+        session.keep([length - 1 for length in lengths])
+    return reused, session
 
 
 def assert_holds(session: Session, prompts: list[Tensor], target: Target) -> None:
@@ -184,9 +185,9 @@ def test_a_session_in_use_is_not_taken_by_a_call_within_the_call(target: Target)
     pool = Sessions(target)
     read(pool, texts(LONG))
     outer, inner = (pool.open(texts(LONG), 4, sampling(1), 60, True) for _ in range(2))
-    with torch.no_grad(), outer as of_outer, inner as of_inner:
-        assert of_inner.session is not of_outer.session
-        assert of_inner.reusable == [0], "what a running call holds is no one else's"
+    with torch.no_grad(), outer as (of_outer, *_), inner as (of_inner, reusable, _):
+        assert of_inner is not of_outer
+        assert reusable == [0], "what a running call holds is no one else's"
     assert len(pool._free) <= KEPT_SESSIONS
 
 

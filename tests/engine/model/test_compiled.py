@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.engine.decode.step_functions import StepFunctions
+from decoders.engine.decode.verify import StepFunctions
 from decoders.engine.model.blocks import PassInput, after_text, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import tiers

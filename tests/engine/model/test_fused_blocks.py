@@ -15,8 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers.models.llama import modeling_llama
 
 from decoders.engine.decode.rows import no_sampling
-from decoders.engine.decode.step_functions import _settle_examples
-from decoders.engine.decode.verify import draw_tokens, settle
+from decoders.engine.decode.verify import _settle_examples, draw_tokens, settle
 from decoders.engine.model import target as targets
 from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput, causal_block

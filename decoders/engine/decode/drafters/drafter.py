@@ -15,6 +15,7 @@ from ....common.host_reads import host_reads
 from ....drafters import Advance, Drafter, Expansion
 from ....errors import UnsupportedError
 from ....report import Stage
+from ....report.surroundings import Stopwatch
 from ....sampling.processors import Masks
 from ....strategy import Context, Sequences, Step
 from ....tree import TreeTensors
@@ -23,12 +24,10 @@ from ...model.buckets import row_bucket, slots_for
 from ...model.static_inputs import SameObject
 from ..batch import Batch
 from ..grammar.guide import Guide
-from ..places import reorder, take_over
 from ..prefix_cache import KeptText
 from ..rows import Rows
 from ..session import Session
-from ..sessions import OpenSession
-from ..step import Stopwatch
+from ..sessions import reorder, take_over
 from .core import DraftCore
 from .counts import DraftCounts
 from .shared_slots import SharedSlots, fits
@@ -79,7 +78,9 @@ class ModelDrafter(Drafter):
         slots = (above.longest if target.static else context.slots) + 2 * ahead
         layouts = target.layout, batch.engine.target.layout
         shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
-        opened: OpenSession | None = None
+        self._unread: tuple[list[int], list[int]] | None = (
+            None  # lengths of prompts that are not prefilled yet, and reusable tokens
+        )
         self.session: Session
         if shared:
             batch.read_rest()
@@ -93,12 +94,12 @@ class ModelDrafter(Drafter):
                     "a draft model reads the prompt itself, and the call names no tokens for part of it: name all of the text in "
                     "input_ids, or take a strategy without a draft model"
                 )
-            opened = stack.enter_context(
+            self.session, reusable, lengths = stack.enter_context(
                 self.engine.sessions.open(
                     request.prompts, ahead, batch.rows.sampling, slots, request.runtime.reuse, shared=True
                 )
             )
-            self.session = opened.session
+            self._unread = lengths, reusable
         else:
             recordings = self.engine.sessions.recordings()
             capacity = row_bucket(batch.capacity, target.static)
@@ -110,7 +111,6 @@ class ModelDrafter(Drafter):
         self._deepest = 0
         self.proposed: int | None = None
         self.inner: list[ModelDrafter] = []
-        self._unread = opened
         if not seldom:
             self._read_prompts()
 
@@ -118,9 +118,9 @@ class ModelDrafter(Drafter):
         """Prefills the prompts, unless this was done before."""
         if self._unread is None:
             return
-        opened, request, self._unread = self._unread, self.batch.request, None
+        (lengths, reusable), request, self._unread = self._unread, self.batch.request, None
         with self._running():
-            self.session.prefill(opened.lengths, opened.reusable, request.runtime.prefill_chunk, self._prefill)
+            self.session.prefill(lengths, reusable, request.runtime.prefill_chunk, self._prefill)
         # Slots after the prompts may hold rejected nodes, so only the prompts are kept for later calls.
         self.stack.callback(self.session.keep, [len(prompt) - 1 for prompt in request.prompts])
 

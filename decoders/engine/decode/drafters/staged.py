@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The loop's own step verifies these drafts, with the draft model as its target."""
+"""A draft model with a strategy that drafts for it. The draft model verifies these drafts, as the target verifies its own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....drafters import Advance, Drafter, Expansion
+from ....drafters import Advance, Drafter
 from ....errors import UnsupportedError
+from ....report.surroundings import Stopwatch
 from ....sampling.processors import Masks
-from ....strategy import Context, Draft, Sequences, Strategy, check_draft, finish_all, no_costs, no_memory
+from ....strategy import Context, Strategy, check_draft, finish_all, no_costs, no_memory
 from ...model.blocks import NodeBlock
 from ..batch import Batch
-from ..core import StepOutput
 from ..hook_checks import untouched
 from ..kind import Made
-from ..rows import Rows
-from ..step import Clock, Stopwatch, step
-from ..verify import Outcome
 from .drafter import ModelDrafter
 
 if TYPE_CHECKING:
@@ -46,7 +43,7 @@ class StagedDrafter(ModelDrafter):
             raise UnsupportedError(
                 f"{strategy.name} drafts from the target's hidden states or prompt, which are not handed out for a draft model"
             )
-        self.strategy, self.stage, self.counts.drafter = strategy, DraftStage(self, strategy), strategy.name
+        self.strategy, self.state, self.counts.drafter = strategy, None, strategy.name
         self._start(context)
         stack.push(lambda kind, error, trace: self._finish(error))
 
@@ -55,13 +52,40 @@ class StagedDrafter(ModelDrafter):
         return self.strategy.on_device and super().on_device
 
     def advance(self) -> Advance:
-        out = step(self.stage, self.stage, StageClock(self))
-        assert self.stage.expansion is not None
-        return Advance(out.path, out.summary[0], self.stage.expansion)
+        """Runs a step in which this model verifies its strategy's draft (:func:`~decoders.engine.decode.step.step`). The tokens that it
+        accepts stay on the device.
+        """
+        stopwatch, strategy, guide = Stopwatch(self.batch.report.timings), self.strategy, self.guide
+        sequences = self.covering(0)[1]
+        with untouched("propose", strategy, sequences):
+            draft = strategy.propose(self.state, sequences)
+        check_draft(draft, strategy.name, len(sequences.length))
+        for drafter in self.inner:
+            drafter.proposed = len(draft.topology)
+        draft_tokens, tree = self.blocks.of(draft)
+        view, sequences = self.covering(draft_tokens.shape[1] + 1)
+        masks: Masks | None = None
+        if guide is not None:
+            shape = NodeBlock(draft_tokens, tree, view).shape_of(draft, guide.on_device)
+            draft_tokens, masks = guide.block(draft_tokens, shape, draft.levels)
+            masks = Masks(masks.allowed)  # without replacements: the draft model's vocabulary may lack these tokens
+        self.counts.stage_seconds += stopwatch.next()
+        pending = self.counts.range(self.reach)
+        out, expansion = self.run("advance", view, draft_tokens, tree, pending, masks)
+        stopwatch.next()  # `run` has counted these seconds
+        if guide is not None:
+            guide.accept(out)
+        self.counts.accepted(out.summary)
+        if strategy.observes:
+            shown = out.observed(sequences)
+            with untouched("observe", strategy, sequences, shown):
+                strategy.observe(self.state, shown)
+        self.counts.stage_seconds += stopwatch.next()
+        return Advance(out.path, out.summary[0], expansion)
 
     def rebatch(self, rows: Sequence[int], context: Context) -> None:
         super().rebatch(rows, context)
-        if not self.strategy.keeps_rows(self.stage.state):
+        if not self.strategy.keeps_rows(self.state):
             self._finish()
             self.inner.clear()
             self._start(context)
@@ -72,21 +96,21 @@ class StagedDrafter(ModelDrafter):
         assert inner.sequences is not None
         index = torch.tensor(rows, device=inner.sequences.length.device)
         with untouched("rebatch", self.strategy, inner.sequences):
-            self.stage.state = self.strategy.rebatch(self.stage.state, index, inner)
+            self.state = self.strategy.rebatch(self.state, index, inner)
 
     def static_parts(self) -> dict[str, Any]:
-        return super().static_parts() | dict(stage=(Made(self.strategy), self.stage.state))
+        return super().static_parts() | dict(stage=(Made(self.strategy), self.state))
 
     def _start(self, outer: Context) -> None:
         context = self._context(outer)
         with untouched("start", self.strategy, context.sequences):
-            self.stage.state = self.strategy.start(context)
-        self.stage.started = True
+            self.state = self.strategy.start(context)
+        self._started = True
 
     def _finish(self, cause: BaseException | None = None) -> None:
-        if self.stage.started:
-            self.stage.started = False
-            finish_all([(self.strategy, self.stage.state)], cause)
+        if self._started:
+            self._started = False
+            finish_all([(self.strategy, self.state)], cause)
 
     def _context(self, outer: Context) -> Context:
         """The context of the strategy that drafts for this model: in it, this model is the target."""
@@ -96,98 +120,6 @@ class StagedDrafter(ModelDrafter):
             costs=no_costs, memory=no_memory, texts=None, decoder_layers=0,
         )  # fmt: skip
         return replace(context, draft=context_draft(self.batch, self, self.stack, context, self.inner))
-
-
-class DraftStage:
-    """The proposer, and also the batch, that :func:`~decoders.engine.decode.step.step` gets if a draft model verifies.
-
-    Attributes:
-        state: the strategy's state.
-        started: whether the strategy has been started and not finished yet.
-        expansion: continuations of the nodes of the last block.
-    """
-
-    def __init__(self, drafter: StagedDrafter, strategy: Strategy) -> None:
-        self.drafter, self.strategy = drafter, strategy
-        self.state: Any = None
-        self.started = False
-        self.expansion: Expansion | None = None
-        self._sequences: Sequences | None = None
-
-    @property
-    def rows(self) -> Rows:
-        return self.drafter.rows
-
-    def propose(self) -> Draft:
-        """The strategy's draft, which continues the tokens that the draft model has drafted so far."""
-        sequences = self.drafter.covering(0)[1]
-        with untouched("propose", self.strategy, sequences):
-            draft = self.strategy.propose(self.state, sequences)
-        check_draft(draft, self.strategy.name, len(sequences.length))
-        for drafter in self.drafter.inner:
-            drafter.proposed = len(draft.topology)
-        return draft
-
-    def block_of(self, draft: Draft) -> NodeBlock:
-        draft_tokens, tree = self.drafter.blocks.of(draft)
-        view, self._sequences = self.drafter.covering(draft_tokens.shape[1] + 1)
-        return NodeBlock(draft_tokens, tree, view)
-
-    def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        if self.drafter.guide is None:
-            return block
-        guide = self.drafter.guide
-        draft_tokens, masks = guide.block(block.draft_tokens, block.shape_of(draft, guide.on_device), draft.levels)
-        # The masks' replacements are left out: they are tokens of the target, which the draft model's vocabulary may lack.
-        return replace(block, draft_tokens=draft_tokens, masks=Masks(masks.allowed))
-
-    @property
-    def core(self) -> DraftStage:
-        return self
-
-    def forward_verify_commit(self, draft: Draft, block: NodeBlock, rows: Rows) -> StepOutput:
-        """Runs :meth:`DraftCore.advance` on the pending tokens and the block, and stores the expansion of the block's nodes."""
-        pending = self.drafter.counts.range(self.drafter.reach)
-        out, self.expansion = self.drafter.run(
-            "advance", block.view, block.draft_tokens, block.tree, pending, block.masks
-        )
-        return out
-
-    def read(self, draft: Draft, block: NodeBlock, out: StepOutput) -> None:
-        """Returns None: the tokens that a draft model accepts stay on the device."""
-
-    def stop(self, out: StepOutput, outcome: Outcome) -> None: ...
-    def deliver(self, out: StepOutput, outcome: Outcome) -> None: ...
-
-    def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        if self.drafter.guide is not None:
-            self.drafter.guide.accept(out)
-
-    def observe(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Shows the strategy which of its draft tokens were accepted."""
-        self.drafter.counts.accepted(out.summary)
-        if not self.strategy.observes:
-            return
-        assert self._sequences is not None
-        shown = out.observed(self._sequences)
-        with untouched("observe", self.strategy, self._sequences, shown):
-            self.strategy.observe(self.state, shown)
-
-
-class StageClock(Clock):
-    """Times the stage's strategy; :meth:`ModelDrafter.run` times the draft model."""
-
-    def __init__(self, drafter: StagedDrafter) -> None:
-        self._counts, self._stopwatch = drafter.counts, Stopwatch(drafter.batch.report.timings)
-
-    def masked(self) -> None:
-        self._counts.stage_seconds += self._stopwatch.next()
-
-    def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
-        self._stopwatch.next()
-
-    def observed(self) -> None:
-        self._counts.stage_seconds += self._stopwatch.next()
 
 
 def context_draft(

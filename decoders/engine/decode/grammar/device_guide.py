@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common import devices, host_reads
 from ....constraints import CompiledGrammar, Tabulated, TokenTable, mask_words, unpack
 from ....errors import GrammarError
 from ....sampling.processors import Masks
@@ -20,7 +19,6 @@ from ..core import StepOutput
 from ..verify import Outcome
 from .guide import MASK_MISMATCH, Guide
 from .history import DeviceHistory, spell
-from .host_guide import HostGuide
 
 #: Position after an illegal token. Every token leads back to it.
 DEAD = 0
@@ -227,17 +225,3 @@ class DeviceGuide(Guide):
     def _masks(self, positions: Tensor) -> Masks:
         rows = self.automaton.mask_of[self.automaton.entries[positions]]
         return Masks(unpack(self.automaton.masks[rows], self.vocabulary))
-
-
-def guide_of(
-    grammars: Sequence[CompiledGrammar | None], vocabulary: int, device: torch.device,
-    compile: Callable[[Callable], Callable] = lambda function: function, static: bool | None = None,
-) -> Guide:  # fmt: skip
-    """A guide on the device if steps can be recorded there and all grammars have tables, else a guide on the host.
-
-    static: whether sizes of tensors are static, so that steps can be recorded; None: :func:`host_reads.static_shapes` decides.
-    """
-    static = host_reads.static_shapes(device) if static is None else static
-    possible = static and devices.has_64_bits(device)
-    on_device = DeviceGuide.of(grammars, vocabulary, device, compile) if possible else None
-    return on_device if on_device is not None else HostGuide.of(grammars, vocabulary, device)

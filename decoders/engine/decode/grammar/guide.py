@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from ....drafters import Forced
 from ....sampling.processors import Masks
 from ....strategy import Sequences
 from ....tree import Topology, TreeTensors
@@ -22,14 +23,12 @@ MASK_MISMATCH = "row {row}: the grammar's masks allowed a token that its matcher
 NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a stop token: a defect of the backend"
 
 
-class Guide(ABC):
+class Guide(Forced, ABC):
     """Tracks the rows' positions in their grammars, for one model of a call: the target, or a draft model that is ahead of it.
 
     Attributes:
         on_device: whether no method waits for the device, so that a whole step can be recorded.
     """
-
-    on_device: bool
 
     @abstractmethod
     def ahead(self) -> Guide:
@@ -93,15 +92,8 @@ class Guide(ABC):
         """Raises GrammarError if a row has left its grammar. Waits for the device, so call it after the last step."""
 
     def expect(self, sequences: Sequences) -> None:
-        """Prepares :meth:`forced` before a step is recorded. sequences: the rows at the beginning of the call."""
+        """See :meth:`decoders.drafters.Forced.expect`."""
 
     @abstractmethod
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """Returns tokens for the bytes that must come next, ``[B, K]`` int64, -1 after the last token; ``K`` is at most `limit`.
-
-        The bytes are split into tokens as the row has split the same text before (:mod:`~decoders.engine.decode.grammar.history`).
-        Bytes that are new in the row are split by the tokenizer; the last bytes are left out if the tokenizer might join them with the
-        bytes that follow.
-
-        sequences: the committed rows, as :meth:`Strategy.propose` gets them.
-        """
+        """See :meth:`decoders.drafters.Forced.forced`; :mod:`~decoders.engine.decode.grammar.history` splits the bytes into tokens."""

@@ -15,7 +15,7 @@ from decoders.constraints.base import CompiledGrammar, Language, Policy, pack, u
 from decoders.constraints.lookups import TokenTable
 from decoders.constraints.table.backend import Table
 from decoders.constraints.vocabulary import Vocabulary
-from decoders.engine.decode.grammar.device_guide import DeviceGuide, guide_of
+from decoders.engine.decode.grammar.device_guide import DeviceGuide
 from decoders.engine.decode.grammar.host_guide import HostGuide
 from decoders.errors import GrammarError
 from decoders.testing.tape import NoHostReads
@@ -202,7 +202,6 @@ def test_a_backend_whose_mask_lies_is_found_out_at_the_end():
 def test_what_has_no_table_or_too_large_a_one_stays_on_the_host(monkeypatch):
     toy = TokenAutomaton.random(0, 40, [7])
     assert DeviceGuide.of([toy, Matched(toy)], 40, CPU) is None
-    assert isinstance(guide_of([toy], 40, CPU), HostGuide)
     assert DeviceGuide.of([None], 40, CPU) is not None
     monkeypatch.setattr(lookups, "ENTRIES", 10)
     assert DeviceGuide.of([TokenAutomaton.random(1, 40, [7])], 40, CPU) is None
