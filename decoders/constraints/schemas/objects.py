@@ -69,7 +69,7 @@ class Objects:
         for keys, node in self.rest:
             if normaliser.empty(node):
                 continue
-            if keys.values is None or keys.formats:
+            if keys.values is None:
                 rest.append((keys, node))
             else:  # if only a few keys are possible, they are treated as declared
                 known = {prop.name for prop in declared}
