@@ -7,7 +7,6 @@ import datetime
 import enum
 import json
 import socket
-import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -34,11 +33,11 @@ class Point:
     y: int = 0
 
 
-class Inner(typing.TypedDict):
+class Inner(typing_extensions.TypedDict):
     word: str
 
 
-class Outer(typing.TypedDict):
+class Outer(typing_extensions.TypedDict):
     count: int
     inner: typing_extensions.NotRequired[list[Inner]]
 
