@@ -20,6 +20,7 @@ from pydantic_core import SchemaValidator, core_schema
 from ..errors import GrammarError, shortened
 from .base import Language
 from .patterns.rust import in_ecma
+from .python_types import readable
 from .schemas.formats import FORMATS
 from .specs import JsonSchema
 
@@ -42,7 +43,7 @@ class OfType(JsonSchema):
 
     def language(self) -> Language:
         base = super().language()
-        validator = SchemaValidator(_uncalled(TypeAdapter(self.kind).core_schema))
+        validator = SchemaValidator(_uncalled(TypeAdapter(readable(self.kind)).core_schema))
         # The language keeps the type alive: cache keys contain the type's id, which must not be reused.
         whole = partial(_judge, base.whole, self.kind, validator)
         return replace(base, warnings=(*base.warnings, _WARNING), whole=whole)
@@ -88,7 +89,7 @@ def schema_of(kind: Any) -> dict[str, Any]:
         GrammarError: Pydantic has no schema for the type, or a pattern has another meaning in ECMA-262 and cannot be translated.
     """
     try:
-        adapter = TypeAdapter(kind)
+        adapter = TypeAdapter(readable(kind))
         schema = adapter.json_schema(schema_generator=_Schemas)
     except (PydanticUserError, TypeError, NameError, RecursionError) as error:
         why = str(error).split("\n")[0]

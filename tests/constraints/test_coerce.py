@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from enum import Enum
@@ -262,17 +261,46 @@ def test_a_copy_of_a_grammar_of_the_library_means_the_same(file: str, tmp_path: 
     assert as_spec(copy).label == file
 
 
+class Step(typing.TypedDict, total=False):
+    n: typing.Required[int]
+    note: str
+
+
+class Chain(typing.TypedDict):
+    next: Chain | None
+
+
 class Plan(typing.TypedDict):
-    steps: list[int]
+    steps: list[Step]
+    last: typing.NotRequired[Step | None]
 
 
-@pytest.mark.parametrize("kind", [Plan, list[Plan]], ids=str)
-def test_typed_dicts_of_typing_are_read_from_python_3_12_on(kind: Any) -> None:
-    if sys.version_info >= (3, 12):
-        assert accepts(as_spec(Plan), '{"steps": [1]}')
-    else:
-        with pytest.raises(GrammarError, match=r"use `typing_extensions\.TypedDict`"):
-            as_spec(kind)
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        (Plan, "{}"),
+        (list[Plan], "[{}]"),
+        (Plan | None, "{}"),
+        (Optional[Plan], "{}"),  # noqa: UP045
+        (Annotated[Plan, "x"], "{}"),
+        (dict[str, Plan], '{{"a": {}}}'),
+        (Sequence[Plan], "[{}]"),
+    ],
+    ids=str,
+)
+def test_typed_dicts_are_those_of_typing_too(kind: Any, around: str) -> None:
+    """Pydantic refuses them before Python 3.12."""
+    text = around.format('{"steps": [{"n": 1}, {"n": 2, "note": "a"}], "last": null}')
+    spec = as_spec(kind)
+    assert accepts(spec, text)
+    assert not accepts(spec, text.replace('"n": 1', '"m": 1')) and not accepts(spec, text.replace("steps", "step"))
+
+
+def test_a_typed_dict_that_refers_to_itself_is_refused_or_read() -> None:
+    try:
+        assert accepts(as_spec(Chain), '{"next": {"next": null}}')
+    except GrammarError as error:
+        assert "Chain" in str(error) and "has no JSON schema" in str(error)
 
 
 def _even(n: int) -> int:

@@ -7,6 +7,7 @@ import datetime
 import enum
 import json
 import socket
+import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -33,11 +34,11 @@ class Point:
     y: int = 0
 
 
-class Inner(typing_extensions.TypedDict):
+class Inner(typing.TypedDict):
     word: str
 
 
-class Outer(typing_extensions.TypedDict):
+class Outer(typing.TypedDict):
     count: int
     inner: typing_extensions.NotRequired[list[Inner]]
 
