@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ...errors import GrammarError
-from .nodes import FALSE, TRUE, Node
-
-if TYPE_CHECKING:
-    from .normaliser import Normaliser
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 
 
 @dataclass(frozen=True)
@@ -52,20 +48,20 @@ class Arrays:
         """The node of the item at `position`."""
         return self.prefix[position] if position < len(self.prefix) else self.rest
 
-    def simplified(self, normaliser: Normaliser) -> Arrays | None:
+    def simplified(self, algebra: NodeAlgebra) -> Arrays | None:
         """This set without unreachable positions; None if it is known to be empty."""
         high = self.high
         for position, node in enumerate(self.prefix):
-            if (high is None or position < high) and normaliser.empty(node):
+            if (high is None or position < high) and algebra.empty(node):
                 high = position
-        if (high is None or high > len(self.prefix)) and normaliser.empty(self.rest):
+        if (high is None or high > len(self.prefix)) and algebra.empty(self.rest):
             high = len(self.prefix)
         if high is not None and (
             self.low > high or any(count.low > high - count.start for count in self.counts if count.low)
         ):
             return None
         if any(
-            (count.high is not None and count.low > count.high) or (count.low and normaliser.empty(count.node))
+            (count.high is not None and count.low > count.high) or (count.low and algebra.empty(count.node))
             for count in self.counts
         ):
             return None
@@ -77,9 +73,9 @@ class Arrays:
         )
 
 
-def intersection(a: Arrays, b: Arrays, normaliser: Normaliser) -> Arrays | None:
+def intersection(a: Arrays, b: Arrays, algebra: NodeAlgebra) -> Arrays | None:
     """The arrays in both `a` and `b`; None if there are none."""
-    nodes = normaliser.nodes
+    nodes = algebra.nodes
     prefix = tuple(nodes.intersection(a.item_at(i), b.item_at(i)) for i in range(max(len(a.prefix), len(b.prefix))))
     highs = [x.high for x in (a, b) if x.high is not None]
     first = (
@@ -89,10 +85,10 @@ def intersection(a: Arrays, b: Arrays, normaliser: Normaliser) -> Arrays | None:
     return Arrays(
         prefix, nodes.intersection(a.rest, b.rest), max(a.low, b.low), min(highs, default=None), (*a.counts, *b.counts),
         a.unique or b.unique, evaluated,
-    ).simplified(normaliser)  # fmt: skip
+    ).simplified(algebra)  # fmt: skip
 
 
-def complement(a: Arrays, normaliser: Normaliser) -> list[Arrays]:
+def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
     """The arrays that are not in `a`, as alternatives.
 
     Raises:
@@ -100,7 +96,7 @@ def complement(a: Arrays, normaliser: Normaliser) -> list[Arrays]:
     """
     if a.unique:
         raise GrammarError("arrays with equal items have no grammar; strict=False validates them", "uniqueItems")
-    complement_of = normaliser.nodes.complement
+    complement_of = algebra.nodes.complement
     alternatives = [Arrays(high=a.low - 1)] if a.low else []
     if a.high is not None:
         alternatives.append(Arrays(low=a.high + 1))
@@ -114,17 +110,17 @@ def complement(a: Arrays, normaliser: Normaliser) -> list[Arrays]:
             alternatives.append(Arrays(counts=(Count(count.start, count.node, 0, count.low - 1),)))
         if count.high is not None:
             alternatives.append(Arrays(counts=(Count(count.start, count.node, count.high + 1, None),)))
-    return [simple for piece in alternatives if (simple := piece.simplified(normaliser)) is not None]
+    return [simple for piece in alternatives if (simple := piece.simplified(algebra)) is not None]
 
 
-def evaluate(a: Arrays, node: Node, normaliser: Normaliser) -> Arrays | None:
+def evaluate(a: Arrays, node: Node, algebra: NodeAlgebra) -> Arrays | None:
     """The arrays of `a` in which every unevaluated item satisfies `node`. In the result, all items are evaluated."""
     if a.evaluated.first is None:
         return a
-    nodes = normaliser.nodes
+    nodes = algebra.nodes
     allowed = nodes.union(node, *a.evaluated.kinds)
     size = max(len(a.prefix), a.evaluated.first)
     prefix = [a.item_at(i) if i < a.evaluated.first else nodes.intersection(a.item_at(i), allowed) for i in range(size)]
     return replace(a, prefix=tuple(prefix), rest=nodes.intersection(a.rest, allowed), evaluated=Items(None)).simplified(
-        normaliser
+        algebra
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import GrammarError
 from ..patterns import ecma
@@ -15,11 +15,8 @@ from .document import Place, known
 from .nodes import FALSE, TRUE, Node
 from .numbers import Numbers
 from .objects import Keys, Objects, Property
-from .shapes import Shapes
+from .shapes import SchemaAlgebra, Shapes
 from .strings import Strings
-
-if TYPE_CHECKING:
-    from .normaliser import Normaliser
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 STRINGS = ("minLength", "maxLength", "pattern", "format")
@@ -92,24 +89,24 @@ def of_strings(schema: dict[str, Any]) -> Strings | None:
     return result
 
 
-def of_arrays(place: Place, schema: dict[str, Any], normaliser: Normaliser) -> Arrays | None:
+def of_arrays(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Arrays | None:
     """The arrays that `schema` (the keywords of `place` that are not left out) allows; None if there are none."""
     prefix: tuple[Node, ...] = ()
     rest, evaluated = TRUE, Items()
     dropped = _dropped(place, schema)
     listed = next((k for k in ("prefixItems", "items") if isinstance(schema.get(k), list)), None)
     if listed is not None:
-        prefix = tuple(normaliser.node(place, listed, i) for i in range(len(schema[listed])))
+        prefix = tuple(algebra.node(place, listed, i) for i in range(len(schema[listed])))
         evaluated = Items(len(prefix))
     others_keyword = "additionalItems" if listed == "items" else "items"
     others_begin = listed is not None or (others_keyword == "items" and "prefixItems" not in dropped)
     if others_keyword in schema and others_begin:
-        rest, evaluated = normaliser.node(place, others_keyword), Items(None)
+        rest, evaluated = algebra.node(place, others_keyword), Items(None)
     counts: tuple[Count, ...] = ()
     if "contains" in schema:
         low, high = read_count(schema, "minContains"), read_count(schema, "maxContains")
         low = low if low is not None else int("minContains" not in dropped)
-        kind, kind_at_most = normaliser.node(place, "contains"), normaliser.node(normaliser.opposite(place), "contains")
+        kind, kind_at_most = algebra.node(place, "contains"), algebra.node(algebra.opposite(place), "contains")
         if high is None or kind == kind_at_most:
             counts = (Count(0, kind, low, high),)
         else:
@@ -118,22 +115,22 @@ def of_arrays(place: Place, schema: dict[str, Any], normaliser: Normaliser) -> A
             evaluated = Items(evaluated.first, (kind,))
     unique = schema.get("uniqueItems") is True
     low, high = read_count(schema, "minItems") or 0, read_count(schema, "maxItems")
-    return Arrays(prefix, rest, low, high, counts, unique, evaluated).simplified(normaliser)
+    return Arrays(prefix, rest, low, high, counts, unique, evaluated).simplified(algebra)
 
 
-def of_objects(place: Place, schema: dict[str, Any], normaliser: Normaliser) -> Objects | None:
+def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Objects | None:
     """The objects that `schema` (the keywords of `place` that are not left out) allows; None if there are none."""
-    nodes = normaliser.nodes
+    nodes = algebra.nodes
     dropped = _dropped(place, schema)
     named: dict[str, Node] = {
-        name: normaliser.node(place, "properties", name) for name in read_object(schema, "properties")
+        name: algebra.node(place, "properties", name) for name in read_object(schema, "properties")
     }
     if len(named) > limits.PROPERTIES:
         limits.exceeded("PROPERTIES", limits.PROPERTIES, f"an object of {len(named):,} properties", "properties")
     classes: list[tuple[Strings, tuple[Node, ...]]] = [(strings.ALL, ())]
     patterns = []
     for text in read_object(schema, "patternProperties"):
-        pattern, node = _pattern_of_keys(place, text), normaliser.node(place, "patternProperties", text)
+        pattern, node = _pattern_of_keys(place, text), algebra.node(place, "patternProperties", text)
         patterns.append(pattern)
         with _blaming("patternProperties"):
             classes = [
@@ -145,10 +142,10 @@ def of_objects(place: Place, schema: dict[str, Any], normaliser: Normaliser) -> 
             if len(classes) > limits.ALTERNATIVES:
                 limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys")
             named = {n: nodes.intersection(old, node) if pattern.contains(n) else old for n, old in named.items()}
-    additional = normaliser.node(place, "additionalProperties") if "additionalProperties" in schema else TRUE
+    additional = algebra.node(place, "additionalProperties") if "additionalProperties" in schema else TRUE
     if "properties" in dropped:
         additional = TRUE
-    unread = [normaliser.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
+    unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
     # A key may match a pattern that is left out. So additional keys may also have values that the pattern's schema allows; under
     # `not`, every key must have a value that this schema allows, too.
@@ -167,7 +164,7 @@ def of_objects(place: Place, schema: dict[str, Any], normaliser: Normaliser) -> 
     properties = [Property(n, node, n in required) for n, node in named.items()]
     properties += [Property(name, result.value(name), True) for name in required if name not in named]
     if "propertyNames" in schema:
-        names = normaliser.normalise(normaliser.node(place, "propertyNames")).strings
+        names = algebra.normalise(algebra.node(place, "propertyNames")).strings
         allowed = [prop if any(keys.contains(prop.name) for keys in names) else Property(prop.name, FALSE, prop.required)
                 for prop in properties]  # fmt: skip
         properties = allowed
@@ -179,7 +176,7 @@ def of_objects(place: Place, schema: dict[str, Any], normaliser: Normaliser) -> 
                 if (shared := strings.intersection(keys, name)) is not None
             )
     low, high = read_count(schema, "minProperties") or 0, read_count(schema, "maxProperties")
-    return Objects(tuple(properties), rest, low, high, evaluated=evaluated).simplified(normaliser)
+    return Objects(tuple(properties), rest, low, high, evaluated=evaluated).simplified(algebra)
 
 
 def _pattern(text: Any) -> Strings:

@@ -6,6 +6,7 @@ A node refers to a schema and does not contain it, so schemas may be recursive t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from typing import Any, TypeAlias
 
@@ -72,3 +73,21 @@ class Nodes:
             self._known[key] = len(self.terms)
             self.terms.append(term)
         return self._known[key]
+
+
+class NodeAlgebra(ABC):
+    """Operations on nodes that :mod:`.arrays` and :mod:`.objects` need for the values inside arrays and objects.
+
+    Attributes:
+        nodes: the table of expressions.
+    """
+
+    nodes: Nodes
+
+    @abstractmethod
+    def empty(self, node: Node) -> bool:
+        """Whether `node` certainly allows no value; False if that shows only at a greater depth than is searched."""
+
+    @abstractmethod
+    def step(self, count: int = 1) -> None:
+        """Adds `count` steps to the work done so far. Raises GrammarError: more than ``limits.STEPS`` steps, or time is up."""

@@ -18,7 +18,7 @@ from .applicators import APPLICATORS, one_of_as_any_of
 from .document import Place, known
 from .nodes import FALSE, TRUE, Node, Nodes
 from .numbers import canonical
-from .shapes import ALL, NONE, Shapes
+from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 from .strings import Strings
 
 _LOOK_AHEAD = 3
@@ -50,7 +50,7 @@ class _CycleError(Exception):
     """A node is defined by itself without an array or object in between."""
 
 
-class Normaliser:
+class Normaliser(SchemaAlgebra):
     """Computes the shapes of nodes, each once.
 
     Args:
@@ -68,36 +68,23 @@ class Normaliser:
         self.within: dict[Node, set[Node]] = {}
 
     def step(self, count: int = 1) -> None:
-        """Adds `count` steps to the work done so far. Raises GrammarError: more than ``limits.STEPS`` steps, or time is up."""
         self.steps += count
         check(_WORK)
         if self.steps > limits.STEPS:
             limits.exceeded("STEPS", limits.STEPS, _WORK)
 
     def place(self, content: Place | bool) -> Node:
-        """The node of a schema."""
         if isinstance(content, bool):
             return TRUE if content else FALSE
         if not content.schema:
             return TRUE
         return self.nodes.leaf("schema", (id(content.schema), content.scope, content.subtracted), content)
 
-    def node(self, place: Place, *keys: str | int) -> Node:
-        """The node of the schema under `keys` of `place`."""
-        return self.place(place.child(*keys))
-
-    def intersect(self, current: Shapes, node: Node) -> Shapes:
-        """The values of `current` that `node` allows."""
-        return current if current.empty else shapes.intersection(current, self.normalise(node), self)
-
     def reads(self, place: Place, keyword: str) -> bool:
         """Whether the schema at `place` contains `keyword`, its draft defines `keyword`, and it is not left out."""
         return keyword in place.schema and known(keyword, place.year) and (place.path, keyword) not in self.dropped
 
     def opposite(self, place: Place) -> Place:
-        """`place` with `subtracted` reversed, for a keyword such as ``not`` that excludes the values of a schema. Left-out keywords in
-        this schema then allow nothing instead of everything, or the reverse.
-        """
         return replace(place, subtracted=not place.subtracted) if self.dropped else place
 
     def value(self, value: Any) -> Node:
@@ -105,7 +92,6 @@ class Normaliser:
         return self.nodes.leaf("value", canonical(value), value)
 
     def empty(self, node: Node) -> bool:
-        """Whether `node` certainly allows no value; False if that shows only at a greater depth than is searched."""
         if node in (TRUE, FALSE):
             return node == FALSE
         if node in self.known:
@@ -171,7 +157,6 @@ class Normaliser:
         return [content for kind, content in self.nodes.terms if kind == "schema"]
 
     def normalise(self, node: Node) -> Shapes:
-        """The shapes of the values that `node` allows."""
         if self.active:
             self.within.setdefault(self.active[-1], set()).add(node)
         if node in self.known:

@@ -7,14 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from . import limits, strings
-from .nodes import FALSE, TRUE, Node
+from .nodes import FALSE, TRUE, Node, NodeAlgebra
 from .strings import Strings
-
-if TYPE_CHECKING:
-    from .normaliser import Normaliser
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,12 @@ class Objects:
         """The node that the value of the undeclared key `name` satisfies."""
         return next((node for keys, node in self.rest if keys.contains(name)), FALSE)
 
-    def simplified(self, normaliser: Normaliser) -> Objects | None:
+    def simplified(self, algebra: NodeAlgebra) -> Objects | None:
         """This set without properties that cannot occur; None if it is known to be empty."""
         declared = list(self.properties)
         rest = []
         for keys, node in self.rest:
-            if normaliser.empty(node):
+            if algebra.empty(node):
                 continue
             if keys.values is None:
                 rest.append((keys, node))
@@ -76,7 +72,7 @@ class Objects:
                 declared += [Property(name, node) for name in sorted(keys.values - known)]
         remaining = []
         for prop in declared:
-            if normaliser.empty(prop.node):
+            if algebra.empty(prop.node):
                 if prop.required:
                     return None
                 if any(keys.contains(prop.name) for keys, _ in rest):
@@ -91,7 +87,7 @@ class Objects:
         exists = tuple(dict.fromkeys(self.exists))
         for keys, node in exists:
             if not any(
-                strings.intersection(keys, other) and not normaliser.empty(normaliser.nodes.intersection(node, value))
+                strings.intersection(keys, other) and not algebra.empty(algebra.nodes.intersection(node, value))
                 for other, value in rest
             ):
                 return None
@@ -99,17 +95,17 @@ class Objects:
         return replace(self, properties=tuple(remaining), rest=tuple(rest), low=low, exists=exists)
 
 
-def intersection(a: Objects, b: Objects, normaliser: Normaliser) -> list[Objects]:
+def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
     """The objects that are in both `a` and `b`, as alternatives."""
     pieces = []
     order = list(dict.fromkeys((*a.names, *b.names)))
-    for left, right in product(_with_declared(a, order, normaliser), _with_declared(b, order, normaliser)):
-        normaliser.step()
+    for left, right in product(_with_declared(a, order, algebra), _with_declared(b, order, algebra)):
+        algebra.step()
         left_names, right_names = left.names, right.names
         declared = [
             Property(
                 n,
-                normaliser.nodes.intersection(left_names[n].node, right_names[n].node),
+                algebra.nodes.intersection(left_names[n].node, right_names[n].node),
                 left_names[n].required or right_names[n].required,
             )
             for n in dict.fromkeys((*order, *left_names, *right_names))
@@ -118,7 +114,7 @@ def intersection(a: Objects, b: Objects, normaliser: Normaliser) -> list[Objects
         for (keys, node), (others_keys, other) in product(left.rest, right.rest):
             shared = strings.intersection(keys, others_keys)
             if shared is not None:
-                rest[shared, normaliser.nodes.intersection(node, other)] = None
+                rest[shared, algebra.nodes.intersection(node, other)] = None
         if len(rest) > limits.ALTERNATIVES:
             limits.exceeded("ALTERNATIVES", limits.ALTERNATIVES, "the number of classes of keys", "patternProperties")
         highs = [x.high for x in (a, b) if x.high is not None]
@@ -129,13 +125,13 @@ def intersection(a: Objects, b: Objects, normaliser: Normaliser) -> list[Objects
         )
         joined = Objects(tuple(declared), tuple(rest), max(left.low, right.low), min(highs, default=None),
                          (*left.exists, *right.exists), evaluated)  # fmt: skip
-        pieces.append(joined.simplified(normaliser))
+        pieces.append(joined.simplified(algebra))
     return [piece for piece in pieces if piece is not None]
 
 
-def complement(a: Objects, normaliser: Normaliser) -> list[Objects]:
+def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
     """The objects that are not in `a`, as alternatives."""
-    complement_of = normaliser.nodes.complement
+    complement_of = algebra.nodes.complement
     left: list[Objects] = []
     for prop in a.properties:
         if prop.required:
@@ -148,7 +144,7 @@ def complement(a: Objects, normaliser: Normaliser) -> list[Objects]:
     for keys, node in exceptions:
         undeclared_keys = strings.intersection(keys, undeclared) if undeclared is not None else None
         if undeclared_keys is not None:
-            left += _resolve_exists(Objects(exists=((undeclared_keys, node),)), normaliser)
+            left += _resolve_exists(Objects(exists=((undeclared_keys, node),)), algebra)
     if a.low:
         left.append(Objects(high=a.low - 1))
     if a.high is not None:
@@ -156,14 +152,14 @@ def complement(a: Objects, normaliser: Normaliser) -> list[Objects]:
     for keys, node in a.exists:
         free = [(other, TRUE) for other in strings.complement(keys)]
         left.append(Objects(rest=((keys, complement_of(node)), *free)))
-    return [simple for piece in left if (simple := piece.simplified(normaliser)) is not None]
+    return [simple for piece in left if (simple := piece.simplified(algebra)) is not None]
 
 
-def evaluate(a: Objects, node: Node, normaliser: Normaliser) -> Objects | None:
+def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
     """The objects of `a` in which every unevaluated property satisfies `node`. In the result, all properties are evaluated."""
     if a.evaluated.all:
         return a
-    nodes = normaliser.nodes
+    nodes = algebra.nodes
 
     def evaluated(name: str) -> bool:
         return name in a.evaluated.names or any(keys.contains(name) for keys in a.evaluated.classes)
@@ -179,7 +175,7 @@ def evaluate(a: Objects, node: Node, normaliser: Normaliser) -> Objects | None:
         for other_keys in _complement_of_all(a.evaluated.classes):
             if (part := strings.intersection(keys, other_keys)) is not None:
                 rest[part, nodes.intersection(value, node)] = None
-    return replace(a, properties=tuple(declared), rest=tuple(rest), evaluated=Keys(all=True)).simplified(normaliser)
+    return replace(a, properties=tuple(declared), rest=tuple(rest), evaluated=Keys(all=True)).simplified(algebra)
 
 
 def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
@@ -195,14 +191,14 @@ def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
     return left
 
 
-def _with_declared(a: Objects, order: Sequence[str], normaliser: Normaliser) -> list[Objects]:
+def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> list[Objects]:
     """`a` with all names in `order` as declared properties, as alternatives."""
     known = a.names
     added = tuple(Property(name, a.value(name)) for name in order if name not in known)
-    return _resolve_exists(replace(a, properties=(*a.properties, *added)), normaliser) if added else [a]
+    return _resolve_exists(replace(a, properties=(*a.properties, *added)), algebra) if added else [a]
 
 
-def _resolve_exists(a: Objects, normaliser: Normaliser) -> list[Objects]:
+def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
     """`a` as alternatives in which no entry of ``exists`` has the key of a declared property."""
     for index, (keys, node) in enumerate(a.exists):
         declared = (*a.exists[:index], *a.exists[index + 1 :])
@@ -213,17 +209,17 @@ def _resolve_exists(a: Objects, normaliser: Normaliser) -> list[Objects]:
             continue
         pieces = []
         for name in names_with_key:
-            normaliser.step()
+            algebra.step()
             properties = tuple(
-                Property(p.name, normaliser.nodes.intersection(p.node, node), True) if p.name == name else p
+                Property(p.name, algebra.nodes.intersection(p.node, node), True) if p.name == name else p
                 for p in a.properties
             )
             if name not in a.names:
-                properties = (*properties, Property(name, normaliser.nodes.intersection(a.value(name), node), True))
-            pieces += _resolve_exists(replace(a, properties=properties, exists=declared), normaliser)
+                properties = (*properties, Property(name, algebra.nodes.intersection(a.value(name), node), True))
+            pieces += _resolve_exists(replace(a, properties=properties, exists=declared), algebra)
         if keys.values is None:
             undeclared_keys = strings.intersection(keys, Strings(excluded=frozenset(names_with_key)))
             if undeclared_keys is not None:
-                pieces += _resolve_exists(replace(a, exists=(*declared, (undeclared_keys, node))), normaliser)
+                pieces += _resolve_exists(replace(a, exists=(*declared, (undeclared_keys, node))), algebra)
         return pieces
     return [a]

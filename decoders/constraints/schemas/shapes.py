@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from . import arrays, limits, numbers, objects, strings
 from .arrays import Arrays
+from .document import Place
+from .nodes import Node, NodeAlgebra
 from .numbers import Numbers
 from .objects import Objects
 from .strings import Strings
-
-if TYPE_CHECKING:
-    from .normaliser import Normaliser
 
 T = TypeVar("T", Numbers, Strings, Arrays, Objects)
 
@@ -50,10 +50,10 @@ def all_evaluated(shapes: Shapes) -> Shapes:
     )
 
 
-def intersection(a: Shapes, b: Shapes, normaliser: Normaliser) -> Shapes:
+def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
     """The values that are in both `a` and `b`."""
     of_types = {
-        name: _intersections(getattr(a, name), getattr(b, name), kind, normaliser) for name, kind in _TYPES.items()
+        name: _intersections(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()
     }
     return Shapes(a.units & b.units, **of_types)
 
@@ -73,12 +73,44 @@ def union(*several: Shapes) -> Shapes:
     )
 
 
-def difference(a: Shapes, b: Shapes, normaliser: Normaliser) -> Shapes:
+def difference(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
     """The values of `a` that are not in `b`. Raises GrammarError: they cannot be expressed."""
-    of_types = {
-        name: _difference(getattr(a, name), getattr(b, name), kind, normaliser) for name, kind in _TYPES.items()
-    }
+    of_types = {name: _difference(getattr(a, name), getattr(b, name), kind, algebra) for name, kind in _TYPES.items()}
     return Shapes(a.units - b.units, **of_types)
+
+
+class SchemaAlgebra(NodeAlgebra):
+    """Operations for reading the keywords of a schema: nodes of schemas, and their shapes.
+
+    Attributes:
+        dropped: (path, keyword) of keywords that are left out.
+        evaluation: whether a keyword depends on what other keywords have evaluated.
+    """
+
+    dropped: frozenset[tuple[str, str]]
+    evaluation: bool
+
+    @abstractmethod
+    def place(self, content: Place | bool) -> Node:
+        """The node of a schema."""
+
+    def node(self, place: Place, *keys: str | int) -> Node:
+        """The node of the schema under `keys` of `place`."""
+        return self.place(place.child(*keys))
+
+    @abstractmethod
+    def opposite(self, place: Place) -> Place:
+        """`place` with `subtracted` reversed, for a keyword such as ``not`` that excludes the values of a schema. Left-out keywords in
+        this schema then allow nothing instead of everything, or the reverse.
+        """
+
+    @abstractmethod
+    def normalise(self, node: Node) -> Shapes:
+        """The shapes of the values that `node` allows."""
+
+    def intersect(self, current: Shapes, node: Node) -> Shapes:
+        """The values of `current` that `node` allows."""
+        return current if current.empty else intersection(current, self.normalise(node), self)
 
 
 @dataclass(frozen=True)
@@ -86,8 +118,8 @@ class _Type(Generic[T]):
     """A type of JSON values: the set of all its values, and operations on its sets, which return lists of alternatives."""
 
     all_values: T
-    intersect: Callable[[T, T, Normaliser], list[T]]
-    complement: Callable[[T, Normaliser], list[T]]
+    intersect: Callable[[T, T, NodeAlgebra], list[T]]
+    complement: Callable[[T, NodeAlgebra], list[T]]
 
 
 def _listed(piece: T | None) -> list[T]:
@@ -102,20 +134,18 @@ _TYPES: dict[str, _Type[Any]] = {
     "strings": _Type(
         Strings(), lambda a, b, _: _listed(strings.intersection(a, b)), lambda a, _: strings.complement(a)
     ),
-    "arrays": _Type(
-        Arrays(), lambda a, b, normaliser: _listed(arrays.intersection(a, b, normaliser)), arrays.complement
-    ),
+    "arrays": _Type(Arrays(), lambda a, b, algebra: _listed(arrays.intersection(a, b, algebra)), arrays.complement),
     "objects": _Type(Objects(), objects.intersection, objects.complement),
 }
 
 
-def _intersections(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], normaliser: Normaliser) -> tuple[T, ...]:
+def _intersections(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], algebra: NodeAlgebra) -> tuple[T, ...]:
     if left == (kind.all_values,):
         return right
     if right == (kind.all_values,):
         return left
-    normaliser.step(len(left) * len(right))
-    return _union([piece for a in left for b in right for piece in kind.intersect(a, b, normaliser)], kind.all_values)
+    algebra.step(len(left) * len(right))
+    return _union([piece for a in left for b in right for piece in kind.intersect(a, b, algebra)], kind.all_values)
 
 
 def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
@@ -132,18 +162,18 @@ def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
     return tuple(distinct)
 
 
-def _difference(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], normaliser: Normaliser) -> tuple[T, ...]:
+def _difference(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], algebra: NodeAlgebra) -> tuple[T, ...]:
     for piece in right:
         if not left or piece == kind.all_values:
             return ()
         remaining: list[T] = []
         for alternative in left:
-            normaliser.step()
+            algebra.step()
             if alternative == kind.all_values:
-                remaining += kind.complement(piece, normaliser)
-            elif kind.intersect(alternative, piece, normaliser):
-                for other in kind.complement(piece, normaliser):
-                    remaining += kind.intersect(alternative, other, normaliser)
+                remaining += kind.complement(piece, algebra)
+            elif kind.intersect(alternative, piece, algebra):
+                for other in kind.complement(piece, algebra):
+                    remaining += kind.intersect(alternative, other, algebra)
             else:
                 remaining.append(alternative)
         left = _union(remaining, kind.all_values)
