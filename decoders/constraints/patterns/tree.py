@@ -81,14 +81,7 @@ class Look(_Node):
     positive: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Verbatim(_Node):
-    """Text that only the dialect itself understands: options, groups of other kinds."""
-
-    text: str
-
-
-Pattern: TypeAlias = Chars | Cat | Or | Repeat | Class | Anchor | Look | Verbatim
+Pattern: TypeAlias = Chars | Cat | Or | Repeat | Class | Anchor | Look
 
 EMPTY = Cat(())
 NOTHING = Chars(())
@@ -200,7 +193,7 @@ def write(pattern: Pattern, anchors: bool = True) -> str:
                 text.append(_quoted(chr(low)) if shown else code_point(low))
             case Chars(ranges):
                 text.append(charset(ranges))
-            case Class(written) | Verbatim(written):
+            case Class(written):
                 text.append(written)
             case Cat(parts):
                 for part in reversed(parts):

@@ -7,18 +7,14 @@ A pattern allows what its standard allows, with these exceptions:
 - hostname: at most 3 labels; but up to 7 labels of at most 35 characters, 11 of at most 18 (the first may be longer), and 42 of at
   most 5
 
-Values in the schema itself (``enum``, ``const``) are validated by the full standard (:func:`valid`).
+Values in the schema itself (``enum``, ``const``) are allowed as they are.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import re
-from collections.abc import Callable
-from datetime import date
 from functools import lru_cache
 
-from ..patterns import automata, ecma
+from ..patterns import ecma
 from ..patterns.tree import Pattern
 
 # Without the year 0: the standard has it, dates of programming languages do not.
@@ -84,73 +80,6 @@ FORMATS = {
 
 
 @lru_cache
-def tree(name: str) -> Pattern | None:
-    """A regular tree for the strings of a format; None for an unknown format."""
-    return ecma.strings(f"^(?:{FORMATS[name]})$")[0][0] if name in FORMATS else None
-
-
-def valid(name: str, text: str) -> bool:
-    """Whether `text` has the format `name` by its full standard; True for an unknown format."""
-    pattern = tree(name)
-    if pattern is None or automata.matches(pattern, text):
-        return True
-    return name in _EXACT and _EXACT[name](text)
-
-
-def _date(text: str) -> bool:
-    match = re.fullmatch("([0-9]{4})-([0-9]{2})-([0-9]{2})", text)
-    if match is None:
-        return False
-    year, month, day = map(int, match.groups())
-    try:
-        date(year or 2000, month, day)  # 0 and 2000 are both leap years
-    except ValueError:
-        return False
-    return True
-
-
-def _time(text: str) -> bool:
-    match = re.fullmatch(
-        r"([0-9]{2}):([0-9]{2}):([0-9]{2})(?:\.[0-9]+)?(?:Z|([+-])([0-9]{2}):([0-9]{2}))", text.upper()
-    )
-    if match is None:
-        return False
-    hour, minute, second, hours, minutes = (int(match[group] or 0) for group in (1, 2, 3, 5, 6))
-    if max(hour, hours) > 23 or max(minute, minutes) > 59:
-        return False
-    offset = (60 * hours + minutes) * (-1 if match[4] == "-" else 1)
-    is_last_minute = (60 * hour + minute - offset) % (24 * 60) == 24 * 60 - 1
-    return second < 60 or (second == 60 and is_last_minute)  # leap seconds end a day of UTC
-
-
-def _email(text: str) -> bool:
-    local, _, domain = text.rpartition("@")
-    pattern = rf'{_ATOM}(?:\.{_ATOM})*|"(?:[ !#-\[\]-~]|\\[ -~])*"'
-    return re.fullmatch(pattern, local) is not None and (
-        re.fullmatch(rf"{_label(63)}(?:\.{_label(63)})*", domain) is not None or _address_in_brackets(domain)
-    )
-
-
-def _address_in_brackets(text: str) -> bool:
-    if not (text.startswith("[") and text.endswith("]")):
-        return False
-    address = text[1:-1]
-    try:
-        if address.upper().startswith("IPV6:"):
-            return "%" not in address and bool(ipaddress.IPv6Address(address[5:]).packed)
-        return bool(ipaddress.IPv4Address(address).packed)
-    except ValueError:
-        return False
-
-
-def _hostname(text: str) -> bool:
-    return len(text) <= _LONGEST_NAME and all(re.fullmatch(_label(63), label) for label in text.split("."))
-
-
-_EXACT: dict[str, Callable[[str], bool]] = {
-    "date": _date,
-    "time": _time,
-    "date-time": lambda text: _date(text[:10]) and text[10:11] in ("T", "t") and _time(text[11:]),
-    "email": _email,
-    "hostname": _hostname,
-}
+def tree(name: str) -> Pattern:
+    """A regular tree for the strings of a known format."""
+    return ecma.strings(f"^(?:{FORMATS[name]})$")[0][0]

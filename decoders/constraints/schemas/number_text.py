@@ -30,7 +30,7 @@ _LARGEST = int(sys.float_info.max)
 _FRACTION = r"-?(?:0\.[0-9]{0,14}[1-9]|[1-9][0-9]{0,7}\.[0-9]{0,6}[1-9]|[1-9][0-9]{8,12}\.[0-9]?[1-9])"  # ≤ 15 digits
 _LARGEST_INLINE = 2**62  # largest bound for llguidance, which uses 64 bits
 _MOST_DECIMALS = 40  # decimal places of a step
-_MOST_ENUMERATED = 200  # enumerated values; also remainders, because each remainder is a state
+_MOST_ENUMERATED = 200  # enumerated values
 _MOST_CHARACTERS = 5_000
 
 
@@ -92,7 +92,7 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
         return "|".join(_plain(value) for value in values if numbers.contains(value)) or None
     if step == 1 and numbers.kind == "integer":
         return integers(None if low is None else int(low), None if high is None else int(high))
-    multiples = _multiples(step) or _remainders(step)
+    multiples = _multiples(step)
     if multiples is None or (low is None and high is None and numbers.kind != "fraction"):
         return multiples
     bounds = expression(replace(numbers, multiple=None)) or ""
@@ -125,39 +125,6 @@ def _json_number(value: Fraction) -> int | float:
     if Fraction(repr(float(value))) != value:
         raise GrammarError(f"{value} has more digits than a float; fewer, or strict=False, works", "multipleOf")
     return float(value)
-
-
-def _remainders(step: Fraction) -> str | None:
-    """A regular expression for the multiples of `step`, from an automaton over decimal places and remainders; None if too large."""
-    places = next((places for places in range(5) if (step * 10**places).denominator == 1), None)
-    if places is None or (size := int(step * 10**places)) > _MOST_ENUMERATED:
-        return None
-    from interegular.fsm import FSM, Alphabet
-
-    def state(place: int, rest: int) -> int:  # states 0, 1, 2: the beginning, a minus sign, a leading zero
-        return 3 + place * size + rest % size
-
-    def point(rest: int) -> int:
-        return state(places + 1, rest) if places else -1
-
-    first = [2, *(state(0, digit) for digit in range(1, 10))]
-    rows = [[*first, 1, -1], [*first, -1, -1], [*[-1] * 11, point(0)]]
-    for place in range(places + 1):
-        after = [0] if place == 0 else [place + 1] if place < places else []
-        for rest in range(size):
-            digits = [state(after[0], 10 * rest + digit) for digit in range(10)] if after else [-1] * 10
-            rows.append([*digits, -1, point(rest) if place == 0 else -1])
-    rows += [[*(state(1, 10 * rest + digit) for digit in range(10)), -1, -1] for rest in range(size if places else 0)]
-    ends = {
-        state(place, rest)
-        for place in range(places + 1)
-        for rest in range(size)
-        if rest * 10 ** (places - place) % size == 0
-    }
-    alphabet = Alphabet({(ord(letter), ord(letter)): symbol for symbol, letter in enumerate("0123456789-.")})
-    moves = {number: {symbol: to for symbol, to in enumerate(row) if to >= 0} for number, row in enumerate(rows)}
-    written = string_text.expression(automata.minimal(FSM(alphabet, set(moves), 0, {2, *ends}, moves)))
-    return written if written is not None and len(written) <= _MOST_CHARACTERS else None
 
 
 def _multiples(step: Fraction) -> str | None:

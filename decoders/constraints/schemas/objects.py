@@ -65,7 +65,7 @@ class Objects:
         for keys, node in self.rest:
             if algebra.empty(node):
                 continue
-            if keys.values is None or keys.formats:
+            if keys.values is None:
                 rest.append((keys, node))
             else:  # if only a few keys are possible, they are treated as declared
                 known = {prop.name for prop in declared}

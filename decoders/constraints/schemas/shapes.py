@@ -61,9 +61,9 @@ def intersection(a: Shapes, b: Shapes, algebra: NodeAlgebra) -> Shapes:
 def union(*several: Shapes) -> Shapes:
     """The values that at least one of the shapes `several` contains."""
     strings = [one for shapes in several for one in shapes.strings]
-    texts = [one.values for one in strings if one.values is not None and not one.formats]
+    texts = [one.values for one in strings if one.values is not None]
     joined = [Strings(values=frozenset[str]().union(*texts))] if texts else []
-    patterns = [one for one in strings if one.values is None or one.formats]
+    patterns = [one for one in strings if one.values is None]
     return Shapes(
         frozenset[str]().union(*(shapes.units for shapes in several)),
         _union((one for shapes in several for one in shapes.numbers), Numbers()),

@@ -22,8 +22,8 @@ class Strings:
 
     Attributes:
         conditions: trees that the strings must match (True) or must not match (False).
-        formats: names of known formats, which all :attr:`written` strings meet. Since only some validators check formats, a format
-            decides neither :meth:`contains` nor :func:`complement`.
+        formats: names of known formats, which all :attr:`written` strings meet, unless they are enumerated. Since only some validators
+            check formats, a format decides neither :meth:`contains` nor :func:`complement`.
         low: least length in characters.
         high: greatest length, None for no bound.
         values: all strings of the set, if they are enumerated; they meet all other conditions. None: not enumerated.
@@ -58,10 +58,8 @@ class Strings:
             GrammarError: the automaton of the conditions and formats would be too large.
         """
         if self.values is not None:
-            matching = (text for text in self.values if all(formats.valid(name, text) for name in self.formats))
-            return Strings(values=frozenset(matching)).simplified()
-        trees = (formats.tree(name) for name in self.formats)
-        conditions = self.conditions | {(pattern, True) for pattern in trees if pattern is not None}
+            return self
+        conditions = self.conditions | {(formats.tree(name), True) for name in self.formats}
         try:
             return replace(self, conditions=conditions, formats=frozenset()).simplified()
         except GrammarError as problem:  # only the formats make the automaton too large
@@ -78,7 +76,7 @@ class Strings:
         if self.high is not None and self.low > self.high:
             return None
         if self.high == 0:
-            return replace(_ONLY_EMPTY, formats=self.formats) if self.contains("") else None
+            return _ONLY_EMPTY if self.contains("") else None
         if len(self.conditions) == 1 and not (self.low or self.high or self.excluded):
             ((pattern, good),) = self.conditions
             if good:  # a negated tree that matches nothing is no condition
@@ -99,7 +97,7 @@ def intersection(a: Strings, b: Strings) -> Strings | None:
     if a.values is not None or b.values is not None:
         few, other = (a, b) if a.values is not None else (b, a)
         matching = frozenset(text for text in few.values or () if other.contains(text))
-        return replace(few, values=matching, formats=a.formats | b.formats).simplified()
+        return Strings(values=matching).simplified()
     highs = [x.high for x in (a, b) if x.high is not None]
     return Strings(
         a.conditions | b.conditions, a.formats | b.formats, max(a.low, b.low), min(highs, default=None), None,

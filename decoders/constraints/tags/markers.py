@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...errors import GrammarError, shortened
 from ..vocabulary import Vocabulary
@@ -80,7 +81,8 @@ class Markers:
     def __init__(self, markers: Sequence[Symbols], vocabulary: Vocabulary) -> None:
         self.markers, self.vocabulary = tuple(markers), vocabulary
         self._atomic = {symbol - TOKEN for marker in markers for symbol in marker if symbol >= TOKEN}
-        self._found: dict[tuple[int, int], Found] = {}
+        #: Cached :meth:`_effect`, because drafting and verification need the same effects again.
+        self.found = lru_cache(REMEMBERED)(self._effect)
         self._next: list[dict[int, int]] = [{}]
         self.paths: list[Symbols] = [()]
         #: For each node, the index of the first marker that continues it.
@@ -136,14 +138,9 @@ class Markers:
         text = self.vocabulary.tokens[token]
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
-    def found(self, node: int, token: int) -> Found:
-        """The effect of `token` after a text at `node`; cached, because drafting and verification need the same effects again."""
-        known = self._found.get((node, token))
-        if known is None:
-            if len(self._found) >= REMEMBERED:
-                self._found.clear()
-            known = self._found[node, token] = self.read(node, self.symbols(token))
-        return known
+    def _effect(self, node: int, token: int) -> Found:
+        """The effect of `token` after a text at `node`."""
+        return self.read(node, self.symbols(token))
 
     def read(self, node: int, symbols: Symbols | bytes) -> Found:
         """The effect of `symbols` after a text at `node`."""

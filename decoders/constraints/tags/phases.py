@@ -8,8 +8,9 @@ replaced by a token of only the bytes that belong to the marker, or by the marke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ...errors import GrammarError
 from ..base import CompiledGrammar, Matcher
@@ -108,6 +109,7 @@ class PhaseAutomaton:
     Attributes:
         markers: for each phase, the automaton of its markers; None if a grammar restricts the phase.
         stops: tokens that end a text.
+        exact_tokens, next_token, replacements: cached functions of a phase's number and a node of its markers.
 
     Raises:
         GrammarError: a marker that has to be written contains a stop token.
@@ -120,9 +122,8 @@ class PhaseAutomaton:
             for phase in phases
         ]
         self.stops = frozenset(vocabulary.stops)
-        self._next_tokens: dict[tuple[int, int], int] = {}
-        self._exact_tokens: dict[tuple[int, int], frozenset[int]] = {}
-        self._replacements: dict[tuple[int, int], dict[int, int]] = {}
+        self.exact_tokens, self.next_token = cache(self._exact_tokens), cache(self._next_token)
+        self.replacements = cache(self._replaced)
         self._check_stops()
 
     def _check_stops(self) -> None:
@@ -204,38 +205,31 @@ class PhaseAutomaton:
             return None
         return [self.next_token(place.phase, place.node)]
 
-    def exact_tokens(self, number: int, node: int) -> frozenset[int]:
+    def _exact_tokens(self, number: int, node: int) -> frozenset[int]:
         """The legal tokens at `node` in an `exact` phase: the next tokens of all markers, and stop tokens if the text may end."""
-        known = self._exact_tokens.get((number, node))
-        if known is None:
-            phase, markers = self.phases[number], self.markers[number]
-            assert isinstance(phase, Free) and markers is not None
-            path = markers.paths[node]
-            tokens = {
-                self._toward(number, marker, len(path))
-                for marker, target in phase.markers
-                if target is not None and marker[: len(path)] == path
-            }
-            known = frozenset(tokens | (self.stops if phase.ends and not node else set()))
-            self._exact_tokens[number, node] = known
-        return known
+        phase, markers = self.phases[number], self.markers[number]
+        assert isinstance(phase, Free) and markers is not None
+        path = markers.paths[node]
+        tokens = {
+            self._toward(number, marker, len(path))
+            for marker, target in phase.markers
+            if target is not None and marker[: len(path)] == path
+        }
+        return frozenset(tokens | (self.stops if phase.ends and not node else set()))
 
-    def next_token(self, number: int, node: int) -> int:
+    def _next_token(self, number: int, node: int) -> int:
         """The next token of the marker that is forced after free text at `node`: the begun marker, or else the closing marker."""
-        known = self._next_tokens.get((number, node))
-        if known is None:
-            phase, markers = self.phases[number], self.markers[number]
-            assert isinstance(phase, Free) and markers is not None
-            path, closing = markers.paths[node], phase.markers[phase.closing][0]
-            marker, begin, ahead = closing, len(path), markers.toward[node]
-            if closing[:begin] != path:
-                target = phase.markers[ahead][1]
-                if target is not None and self._stop_in(markers.markers[ahead], target) is None:
-                    marker = markers.markers[ahead]
-                else:  # the marker is illegal here, so its beginning stays text
-                    begin = 0
-            known = self._next_tokens[number, node] = self._toward(number, marker, begin)
-        return known
+        phase, markers = self.phases[number], self.markers[number]
+        assert isinstance(phase, Free) and markers is not None
+        path, closing = markers.paths[node], phase.markers[phase.closing][0]
+        marker, begin, ahead = closing, len(path), markers.toward[node]
+        if closing[:begin] != path:
+            target = phase.markers[ahead][1]
+            if target is not None and self._stop_in(markers.markers[ahead], target) is None:
+                marker = markers.markers[ahead]
+            else:  # the marker is illegal here, so its beginning stays text
+                begin = 0
+        return self._toward(number, marker, begin)
 
     def _toward(self, number: int, marker: Symbols, begin: int) -> int:
         """The token that continues `marker` after its first `begin` symbols."""
@@ -253,14 +247,8 @@ class PhaseAutomaton:
             )
         return tokens[0]
 
-    def replacements(self, number: int, node: int) -> Mapping[int, int]:
-        """For each token that is illegal after free text at `node`, the token that is written instead."""
-        known = self._replacements.get((number, node))
-        if known is None:
-            known = self._replacements[number, node] = self._replaced(number, node)
-        return known
-
     def _replaced(self, number: int, node: int) -> dict[int, int]:
+        """For each token that is illegal after free text at `node`, the token that is written instead."""
         phase, markers = self.phases[number], self.markers[number]
         assert isinstance(phase, Free) and markers is not None
         ends = [stop for stop in self.stops if self._ended(phase, markers.found(node, stop))]

@@ -361,20 +361,8 @@ def test_formats_have_what_their_standards_do(
     assert [text for text in bad if judged(schema, json.dumps(text))] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [
-        ("date", "0000-02-29", "2023-02-29"),
-        ("time", "15:59:60-08:00", "15:59:60Z"),
-        ("date-time", "2016-12-31t23:59:60.1234567890z", "2016-12-31T23:59:61Z"),
-        ("email", '"a b"@[IPv6:::1]', "a@[b]"),
-        ("hostname", ".".join(["a" * 40] * 5), ".".join(["a" * 40] * 7)),
-    ],
-)
-def test_given_values_are_judged_by_the_whole_standard(
-    name: str, good: str, bad: str, judged: Callable[..., bool]
-) -> None:
-    assert not judged({"type": "string", "format": name}, json.dumps(good))
-    for schema in ({"format": name, "enum": [good, bad]}, {"allOf": [{"const": good}, {"format": name}]}):
-        assert judged(schema, json.dumps(good))
-        assert not judged(schema, json.dumps(bad))
+def test_given_values_are_allowed_as_they_are(judged: Callable[..., bool]) -> None:
+    assert not judged({"type": "string", "format": "date"}, '""')
+    for schema in ({"format": "date", "enum": ["", "2023-02-28"]}, {"allOf": [{"const": ""}, {"format": "date"}]}):
+        assert judged(schema, '""')
+        assert not judged(schema, '"2023-02-29"')
