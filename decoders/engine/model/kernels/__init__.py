@@ -57,8 +57,6 @@ def runs_kernels(device: torch.device) -> bool:
     return _installed() and (device.type == "cuda" or interpreted())
 
 
-#: Maps the name of an operator to the function that launches its kernels.
-LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 
 
@@ -73,7 +71,6 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
         fake: returns empty tensors of the result's sizes, for tracing.
     """
     name = schema.partition("(")[0]
-    LAUNCHERS[name] = function
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
