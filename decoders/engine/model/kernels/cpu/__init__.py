@@ -208,7 +208,7 @@ def _products(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, Tenso
         product = kernels.few_rows_linear(x, [stored], [bias])
         yield "product", product, gated + bias.double()
         yield "product of three rows", kernels.few_rows_linear(x[5:8], [stored], [bias]), product[5:8]
-    yield "activation", kernels.gated_linear(x, [gate, up], [], [], 1, 0, True), F.silu(gated) * factor
+    yield "activation", kernels.gated_linear(x, [gate, up], [], [], 1, 0), F.silu(gated) * factor
     formula = weight, 1e-5, False, False
     norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
     yield "norm", kernels.rms_norm(x, *formula), norm
