@@ -26,7 +26,7 @@ from .facts import Attending, Checks, Lengths, Products, Vocabulary
 from .features import Taps
 from .kernels import attention as kernel
 from .kernels.chosen import kernel_for
-from .layout import backbone_of, context_length, probe_layout, refuse_unfit, shared_inputs
+from .layout import backbone_of, context_length, probe_layout, refuse_unfit
 from .output_head import OutputHead
 from .ranks import Ranks
 from .slot_cache import SlotCache, StatePass
@@ -126,7 +126,8 @@ class Target:
         self.backbone = backbone_of(self.model)
         self.taps = Taps(self.model)
         packed = take_packed(self.model)
-        groups = shared_inputs(self.model, len(self.attending.kinds))
+        layout = probe_layout(self.model, len(self.attending.kinds))
+        groups = layout.shared_inputs
         head = self.model.get_output_embeddings()
         with announced(
             f"copying matrices for weights={precision.weights!r}" if precision.weights else "taking matrices over"
@@ -137,7 +138,6 @@ class Target:
             replace_norms(self.model)
         fuse_layers(self.model)
         self.weights = WeightState.of(model)
-        layout = probe_layout(self.model, len(self.attending.kinds))
         self.layout, self.lengths = layout.layers, Lengths(context_length(model), sides, layout.counted)
         self.recurrent = tuple(entry.layer for entry in layout.recurrent)
         self.continues = adopt(layout.recurrent)
