@@ -116,12 +116,10 @@ class Checks:
 
     Attributes:
         rejected: why a kernel of ours was tried and then not used; None if no kernel was rejected.
-        longest: the length up to which the target's logits agree with the model's; None for any length.
         invariance: in low precision, whether a node's logits have the same bits in every block; None in float32, and if not checked.
         seconds: seconds spent comparing the target with the model. On CUDA this compiles the kernels, unless Triton has kept them.
     """
 
     rejected: str | None = None
-    longest: int | None = None
     invariance: Invariance | None = None
     seconds: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from . import mixed, own_masks, rope
 from .blocks import PassInput, PromptPiece
 from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec, move_slots
+from .facts import Checks
 from .invariance import brief_check
 from .kernels import chosen
 from .layout import refusing
@@ -74,12 +74,10 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
     target = Target(model, attends, precision)
     started = time.perf_counter()
     with announced(f"comparing the loop with {type(model).__name__}'s own forward pass"):
-        longest = check_tree_logits(target, model)
+        check_tree_logits(target, model)
         check_moves(target)
         invariance = brief_check(target)
-    target.checks = replace(
-        target.checks, longest=longest, invariance=invariance, seconds=time.perf_counter() - started
-    )
+    target.checks = Checks(invariance=invariance, seconds=time.perf_counter() - started)
     return target
 
 
@@ -117,11 +115,8 @@ ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
-def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
+def check_tree_logits(target: Target, model: PreTrainedModel) -> None:
     """Prefills texts, runs trees after them, and compares the logits with the model's own. This finds faults that no config shows.
-
-    Returns:
-        the greatest length of text for which the check is valid; None if it is valid for any length.
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
@@ -139,17 +134,11 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
     if target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]:
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
-        difference, longest = _difference(target, reference, layout, sizes), None
-        if difference and not _follows_its_config(reference, target, sizes):
-            difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
-            longest = min(
-                (reach for kind in target.attending.kinds if (reach := kind.window or kind.chunk)), default=None
-            )
+        difference = _difference(target, reference, layout, sizes)
     if difference:
         raise UnsupportedError(
             f"{type(model).__name__}: {difference}, so strategies would not be exact. Call generate without strategy=."
         )
-    return longest
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
@@ -272,14 +261,6 @@ def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> 
         target.tell_kinds(kinds)
         for name, value in usual.items():
             setattr(config, name, value)
-
-
-def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
-    """Whether shorter windows in the config of `reference` change its logits. Some models read windows only at construction."""
-    text = _texts(target, sizes)[:1]
-    usual = _plain_logits(reference, text)[0]
-    with _short_windows(target, reference, sizes):
-        return not torch.equal(usual, _plain_logits(reference, text)[0])
 
 
 @torch.no_grad()
