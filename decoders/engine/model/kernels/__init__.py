@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -60,17 +61,22 @@ def runs_kernels(device: torch.device) -> bool:
 _library = torch.library.Library("decoders", "FRAGMENT")
 
 
-def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers `function`, which launches CUDA kernels, as an operator of torch, and returns the operator.
+def operator(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers an operator of torch that launches CUDA kernels, and returns it.
 
     The operator is opaque to compilers: compiled code calls it, and CUDA graphs record its kernels. If compilers saw the launches, they
     would compile another graph for every size that changes a launch.
 
     Args:
         schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes to come last.
+        launcher: the module and the function that launch the kernels. The first call imports the module, because it needs Triton.
         fake: returns empty tensors of the result's sizes, for tracing.
     """
-    name = schema.partition("(")[0]
+    name, (module, launching) = schema.partition("(")[0], launcher.split(".")
+
+    def function(*given: Any) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), launching)(*given)
+
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     if interpreted():
