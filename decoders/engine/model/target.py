@@ -218,7 +218,7 @@ class Target:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the watched decoder layers: the target's results contain their outputs (:meth:`watching`)."""
+        """Indices of the watched decoder layers: the target's results contain their outputs."""
         return self.taps.layers
 
     @property
@@ -264,7 +264,10 @@ class Target:
         return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
-        """A second target with its own modules, which share all weights, also quantized ones. layers: see :meth:`watching`."""
+        """A second target with its own modules, which share all weights, also quantized ones.
+
+        layers: the decoder layers whose outputs its results contain; None for those of this target.
+        """
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -292,10 +295,6 @@ class Target:
     def embed(self, tokens: Tensor) -> Tensor:
         """The input embeddings of `tokens`. Ids outside the vocabulary get the embedding of an arbitrary token."""
         return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.vocabulary.embeddings - 1)))
-
-    def watching(self, layers: tuple[int, ...]) -> Target:
-        """A :meth:`sibling` that also returns the outputs of the decoder layers `layers`. Its passes are compiled separately."""
-        return self.sibling(layers)
 
     def renew(self, weights: WeightState) -> bool:
         """Quantizes the current weights again, in place: compiled code and recorded steps then read the new values.
