@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "quantized.h"
+#include "rounding.h"
 
 namespace {
 
@@ -166,6 +167,14 @@ void all() {
     products<T>();
     elementwise<T>();
     attention<T>();
+    auto matrix = numbers<T>(4 * 64);
+    std::vector<uint8_t> levels(4 * 64);
+    std::vector<bfloat16> scales(4 * 2 * 2);
+    round_matrix(matrix.data(), 4, 64, 32, levels.data(), scales.data(), 1);
+    for (long i = 0; i < 4 * 64; i++) {
+        double step = widen(scales[i / 64 * 4 + i % 64 / 32]), eight = widen(scales[i / 64 * 4 + 2 + i % 64 / 32]);
+        compare("4 bits", (levels[i] - 8) * step + eight, widen(matrix[i]), step * 1.6);
+    }
 }
 
 }  // namespace

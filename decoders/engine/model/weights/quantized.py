@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..kernels import Operands
+from ..kernels import Operands, cpu
 from ..kernels.products import on_cpu, take_cpu_kernels
 from ..modules_compat import is_parametrized
 from .layers import Joint, biases_of
 
 #: How many weights of a row share a step and an offset in this package's int4.
 GROUP = 32
-#: The shares of a group's range that int4 tries. About AT_ONCE weights are rounded at once, so that they stay in the caches.
-CUTS, AT_ONCE = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8), 1 << 18
 
 
 def has_kernels() -> bool:
@@ -105,25 +103,10 @@ def rounded_to_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).round_().to(torch.int8), scale
 
 
-def rounded_to_int4(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`matrix` ``[out, in]`` as levels 0 … 15, uint8, and scales ``[out, 2, in / GROUP]`` bfloat16: each group's step from level to
+def rounded_to_int4(matrix: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """`matrix` ``[out, in]`` as levels 0 … 15, uint8, and scales ``[out, 2, in / group]`` bfloat16: each group's step from level to
     level, and its value of level 8. The range of a group's levels is chosen for the least squared error; it may cut off outliers.
     """
-    levels, scales = [], []
-    for rows in matrix.split(max(AT_ONCE // matrix.shape[1], 1)):
-        values = rows.float().unflatten(1, (-1, GROUP))
-        low, high = values.aminmax(dim=-1, keepdim=True)
-        least, chosen = torch.full_like(low, torch.inf), torch.zeros_like(values)
-        best = torch.zeros(2, *low.shape, dtype=torch.bfloat16, device="cpu")
-        for cut in CUTS:
-            step = ((high - low) * cut / 15).clamp_(min=1e-20).bfloat16()
-            middle = ((high + low) / 2 + step.float() / 2).bfloat16()
-            unit, eight = step.float(), middle.float()  # levels are computed from these rounded numbers
-            tried = values.sub(eight).mul_(1 / unit).add_(8).clamp_(0, 15).round_()
-            error = tried.sub(8).mul_(unit).add_(eight).sub_(values).square_().sum(-1, keepdim=True)
-            better = error < least
-            least, chosen = torch.where(better, error, least), torch.where(better, tried, chosen)
-            best = torch.where(better, torch.stack([step, middle]), best)
-        levels.append(chosen.flatten(1).to(torch.uint8))
-        scales.append(best[..., 0].transpose(0, 1))
-    return torch.cat(levels), torch.cat(scales)
+    kernels = cpu.chosen().kernels
+    assert kernels is not None
+    return kernels.round_to_four_bits(matrix, group)

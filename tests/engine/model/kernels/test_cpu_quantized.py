@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from decoders.engine.model.kernels import cpu
 from decoders.engine.model.kernels.cpu import Kernels, build, four_bits
-from decoders.engine.model.weights.quantized import rounded_to_int4
 
 from .variants import IN_TURN, VARIANTS
 
@@ -155,9 +154,9 @@ def test_what_does_not_fit_is_refused(kernels: Kernels, change: object, says: st
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_four_bits_have_the_least_squared_error_of_some_ranges(dtype: torch.dtype) -> None:
+def test_four_bits_have_the_least_squared_error_of_some_ranges(kernels: Kernels, dtype: torch.dtype) -> None:
     matrix = random(6, 192).to(dtype)
-    levels, scales = rounded_to_int4(matrix)
+    levels, scales = kernels.round_to_four_bits(matrix, 32)
     step, middle = scales.float().unbind(1)
     assert levels.max() == 15 and levels.min() == 0
     groups = matrix.float().view(6, 6, 32)
@@ -167,10 +166,10 @@ def test_four_bits_have_the_least_squared_error_of_some_ranges(dtype: torch.dtyp
     assert off.norm() / groups.norm() < 0.09
 
 
-def test_levels_that_were_four_bits_before_are_found_again() -> None:
+def test_levels_that_were_four_bits_before_are_found_again(kernels: Kernels) -> None:
     values = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0))
     values[:, ::32], values[:, 1::32] = 0, 15
-    levels, _ = rounded_to_int4((values - 8) * 0.25 + 1)
+    levels, _ = kernels.round_to_four_bits((values - 8) * 0.25 + 1, 32)
     assert torch.equal(levels, values.to(torch.uint8))
 
 

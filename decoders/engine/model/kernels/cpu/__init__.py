@@ -46,6 +46,7 @@ class Kernels:
         write_to_cache: writes keys and values to their slots.
         slot_attention: see :mod:`~decoders.engine.model.kernels.attention`.
         quantized_linear: products by matrices of 8 or 4 bits, see :mod:`~decoders.engine.model.weights.quantized`.
+        round_to_four_bits: returns the levels and scales of a matrix, rounded to 4 bits.
     """
 
     variant: str
@@ -59,6 +60,7 @@ class Kernels:
     write_to_cache: Callable[..., None]
     slot_attention: Callable[..., Tensor]
     quantized_linear: Callable[..., Tensor]
+    round_to_four_bits: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
     def load(cls, variant: str, path: Path) -> Kernels:
@@ -68,7 +70,8 @@ class Kernels:
         operators: Any = getattr(torch.ops, namespace)
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake)
-        return cls(variant, path, *(getattr(operators, name).default for name in _FAKES))
+        # Rounding to 4 bits is never in a graph, so it needs no fake.
+        return cls(variant, path, *(getattr(operators, name).default for name in (*_FAKES, "round_to_four_bits")))
 
 
 def _product(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:

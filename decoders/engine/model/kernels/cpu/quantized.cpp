@@ -1,5 +1,6 @@
-// The operator of products with matrices of 8 and 4 bits.
+// The operators of products with matrices of 8 and 4 bits.
 #include "quantized.h"
+#include "rounding.h"
 #include "tensors.h"
 
 // x: [..., K]. levels: up to three matrices, either int8 [O, K] with scales float32 [O, groups]; or uint8 [O, K / 2] with scales float32 or
@@ -47,11 +48,33 @@ Tensor DECODERS_NAMESPACE::quantized_linear(Tensor x, List<Tensor> levels, List<
     return out;
 }
 
+namespace {
+
+// matrix [O, K] -> levels 0 to 15, uint8 [O, K], and scales bfloat16 [O, 2, K / group].
+std::tuple<Tensor, Tensor> round_to_four_bits(Tensor matrix, int64_t group) {
+    STD_TORCH_CHECK(matrix.dim() == 2 && group >= 8 && group <= 256 && group % 8 == 0 && matrix.size(1) % group == 0,
+                    "a matrix of whole groups is needed, and groups of 8 to 256");
+    using torch::headeronly::ScalarType;
+    Tensor whole = without_gaps(matrix);
+    int64_t outputs = matrix.size(0), inputs = matrix.size(1);
+    Tensor levels = torch::stable::empty({outputs, inputs}, ScalarType::Byte);
+    int64_t groups = inputs / group;
+    Tensor scales = torch::stable::empty({outputs, 2, groups}, ScalarType::BFloat16);
+    with_type(matrix, [&](auto type) {
+        round_matrix(data<decltype(type)>(whole), outputs, inputs, group, data<uint8_t>(levels), data<bfloat16>(scales), threads());
+    });
+    return {levels, scales};
+}
+
+}  // namespace
+
 template Lent DECODERS_NAMESPACE::quantized_linear(Lent x, List<Lent> levels, List<Lent> scales, List<Lent> biases, int64_t digits);
 
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("quantized_linear(Tensor x, Tensor[] levels, Tensor[] scales, Tensor[] biases, int digits) -> Tensor");
+    m.def("round_to_four_bits(Tensor matrix, int group) -> (Tensor, Tensor)");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("quantized_linear", TORCH_BOX(&quantized_linear<Tensor>));
+    m.impl("round_to_four_bits", TORCH_BOX(&round_to_four_bits));
 }
