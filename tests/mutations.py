@@ -392,8 +392,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kept-texts-outlive-their-weights", "decoders/engine/decode/engine.py",
-        "                self._prepared = started, time.perf_counter() - started, 0.0\n                self.sessions.forget()\n",
-        "                self._prepared = started, time.perf_counter() - started, 0.0\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0, 0.0\n                self.sessions.forget()\n",
+        "                self._prepared = started, time.perf_counter() - started, 0.0, 0.0\n",
         ("engine/decode/test_reuse.py",),
     ),
     Mutation(

@@ -11,6 +11,7 @@ PARTS = {
     "prepare": "reading the arguments",
     "wait": "waiting for the model",
     "pack": "making the weights ready, once",
+    "kernels": "compiling kernels for CUDA, once",
     "check": "checking the model, once",
     "start": "starting the strategy",
     "prefill": "reading the prompt",

@@ -14,7 +14,8 @@ class Timings:
         prepare: reading the arguments, transformers' preparation of the inputs, compiling the grammars.
         wait: waiting for calls of other threads to release the model; a scheduler's request waits in the queue and between its steps.
         pack: preparing the model in the first call, and quantizing its weights again after they changed.
-        check: comparing the model with a plain forward pass before its first call. On CUDA this also compiles this package's kernels.
+        kernels: compiling this package's CUDA kernels in parallel before the first call, or reading them from Triton's cache.
+        check: comparing the model with a plain forward pass before its first call.
         start: allocating buffers, and the strategy's ``start``, which may prepare a draft model and read the prompt with it.
         prefill: reading the prompt, and the core of a first step that reads the prompt's end.
         propose: the strategy's ``propose``.
@@ -30,6 +31,7 @@ class Timings:
     prepare: float = 0.0
     wait: float = 0.0
     pack: float = 0.0
+    kernels: float = 0.0
     check: float = 0.0
     start: float = 0.0
     prefill: float = 0.0
@@ -53,8 +55,8 @@ class Timings:
 
     @property
     def ready(self) -> float:
-        """Seconds of making the model ready: `pack` and `check`."""
-        return self.pack + self.check
+        """Seconds of making the model ready: `pack`, `kernels` and `check`."""
+        return self.pack + self.kernels + self.check
 
     @property
     def call(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import DynamicCache
 import decoders
 from decoders.demo import load
 from decoders.engine.decode import engine
+from decoders.engine.model import self_check
 from decoders.strategies import DFlash, Eagle3
 from decoders.testing import ARCHITECTURES, RECURRENT, tiny_draft, tiny_model
 
@@ -91,6 +93,18 @@ def test_strategies_write_the_tokens_of_the_cpu(
         )  # fmt: skip
         assert out.tolist() == tokens
     assert cuda.replayed
+
+
+def test_seconds_of_kernels_that_are_compiled_before_the_first_pass_are_those_of_the_first_call(
+    cuda: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "interpreted", lambda: False)
+    monkeypatch.setattr(self_check, "compile_kernels", lambda passes: time.sleep(0.05) or 3)
+    model, _, inputs = on(device=True)
+    decoders.enable(model)
+    options = dict(max_new_tokens=4, pad_token_id=0, return_dict_in_generate=True, decoders_config=CONFIG)
+    reports = [model.generate(**inputs, **options, **GREEDY, strategy="suffix").report for _ in range(2)]
+    assert reports[0].timings.kernels >= 0.05 and reports[1].timings.kernels == 0
 
 
 #: Strategies with networks of their own: a head that drafts a part of the vocabulary, P-EAGLE.

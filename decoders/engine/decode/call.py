@@ -53,7 +53,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
             timings, stopwatch = batch.report.timings, Stopwatch(batch.report.timings)
             timings.wait = waited
             if request.begun is not None:
-                timings.pack, timings.check = engine.prepared_since(request.begun)
+                timings.pack, timings.kernels, timings.check = engine.prepared_since(request.begun)
                 timings.prepare = called - request.begun - timings.ready
             output = RequestOutput(request, batch.report, engine.target.ranks)
             try:

@@ -77,7 +77,8 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):
             self.target = target_of(model, attention, precision)
         seconds, target = time.perf_counter() - started, self.target
-        self._prepared = started, seconds - target.checks.seconds, target.checks.seconds
+        making = seconds - target.checks.kernel_seconds - target.checks.seconds
+        self._prepared = started, making, target.checks.kernel_seconds, target.checks.seconds
         warn_of_format(self.target)
         self._float32_precision = float32_precision(self.target.device)
         # Processes that share a model do not record steps, because all would have to start and stop replaying at the same step.
@@ -114,7 +115,7 @@ class Engine:
                 started = time.perf_counter()
                 if not self.target.renew(weights):
                     return False
-                self._prepared = started, time.perf_counter() - started, 0.0
+                self._prepared = started, time.perf_counter() - started, 0.0, 0.0
                 self.sessions.forget()
             return True
 
@@ -123,10 +124,11 @@ class Engine:
         """Whether torch's setting for the rounding of float32 products has changed since the target was checked."""
         return float32_precision(self.target.device) != self._float32_precision
 
-    def prepared_since(self, begun: float) -> tuple[float, float]:
-        """Returns the seconds spent on packing the model, and on its check; zeros if that work began before `begun`."""
-        started, making, checking = self._prepared
-        return (making, checking) if started >= begun else (0.0, 0.0)
+    def prepared_since(self, begun: float) -> tuple[float, float, float]:
+        """Returns the seconds spent on packing the model, compiling kernels and checks; zeros if that work began before `begun`."""
+        started, *seconds = self._prepared
+        making, kernels, checking = seconds if started >= begun else (0.0, 0.0, 0.0)
+        return making, kernels, checking
 
     def serves(self, model: PreTrainedModel, attention: str, precision: Precision) -> bool:
         """Whether :meth:`refresh` would return True without changing anything. Does not wait for a running call.

@@ -117,9 +117,11 @@ class Checks:
     Attributes:
         rejected: why a kernel of ours was tried and then not used; None if no kernel was rejected.
         invariance: in low precision, whether a node's logits have the same bits in every block; None in float32, and if not checked.
-        seconds: seconds spent comparing the target with the model. On CUDA this compiles the kernels, unless Triton has kept them.
+        kernel_seconds: seconds spent compiling kernels before the check.
+        seconds: seconds spent comparing the target with the model.
     """
 
     rejected: str | None = None
     invariance: Invariance | None = None
+    kernel_seconds: float = 0.0
     seconds: float = 0.0

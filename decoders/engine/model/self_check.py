@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -26,7 +27,8 @@ from .buckets import BLOCK_MARGIN, slots_for
 from .cache import CacheBuffers, LayerSpec, move_slots
 from .facts import Checks
 from .invariance import brief_check
-from .kernels import chosen
+from .kernels import chosen, interpreted
+from .kernels.ahead import compile_kernels
 from .layout import refusing
 from .target import Target
 from .weights.quantization import Precision, quantize
@@ -72,6 +74,11 @@ def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Pr
 
 def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -> Target:
     target = Target(model, attends, precision)
+    started = time.perf_counter()
+    if target.device.type == "cuda" and not interpreted():
+        with announced("compiling kernels for this model"):
+            compile_kernels(partial(_passes_of_calls, target.sibling()))
+        target.checks = replace(target.checks, kernel_seconds=time.perf_counter() - started)
     started = time.perf_counter()
     with announced(f"comparing the loop with {type(model).__name__}'s own forward pass"):
         check_tree_logits(target, model)
@@ -231,14 +238,29 @@ def check_moves(target: Target) -> None:
     for tensor in buffers.tensors:
         tensor.copy_((torch.arange(tensor.numel(), device=target.device) * 31 % 113).view(tensor.shape))
     plain, results = replace(buffers, places=None).enlarged(64), []
-    path = torch.arange(20, device=target.device).repeat(2, 1)
-    path[0, 1:7] += 12
-    path[1, 2:5] += 2
     for own in (buffers, plain):
-        move_slots(own, torch.tensor([3, 12], device=target.device), path)
+        _move_some(own, target.device)
         results.append(own.tensors)
     if not all(map(torch.equal, *results)):
         raise UnsupportedError("keys and values of accepted tokens are moved to wrong places")
+
+
+def _move_some(buffers: CacheBuffers, device: torch.device) -> None:
+    rows = len(buffers.keys[0])
+    path = torch.arange(20, device=device).repeat(rows, 1)
+    path[0, 1:7] += 12
+    path[-1, 2:5] += 2
+    move_slots(buffers, torch.arange(rows, device=device) * 9 + 3, path)
+
+
+@torch.no_grad()
+def _passes_of_calls(twin: Target) -> None:
+    """Runs a check's passes with one row and with two rows, to compile kernels. twin: a copy, because modules may store results."""
+    _move_some(twin.buffers(2, 64), twin.device)
+    sizes = ON_CUDA.within(twin.lengths.most)
+    for rows in (1, 2):
+        own = replace(sizes, texts=sizes.texts[:rows])
+        list(_tree_logits(twin, twin.layout, _texts(twin, own), own))
 
 
 #: Fields of a config that limit how far layers look back (:func:`~decoders.engine.model.attention.layer_kinds`).

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

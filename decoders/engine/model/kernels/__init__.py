@@ -58,6 +58,8 @@ def runs_kernels(device: torch.device) -> bool:
     return _installed() and (device.type == "cuda" or interpreted())
 
 
+#: Maps the name of an operator to the function that launches its kernels.
+LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 
 
@@ -77,6 +79,7 @@ def operator(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[.
     def function(*given: Any) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{module}"), launching)(*given)
 
+    LAUNCHERS[name] = function
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..torch_compat import is_fake
 from . import operator
 
 
@@ -18,7 +19,8 @@ def places_of(buffers: Sequence[Tensor]) -> Tensor:
     places = []
     for buffer in buffers:
         row, head, slot = (stride * buffer.itemsize for stride in buffer.stride()[:3])
-        places += [(buffer.data_ptr() + own * head, row, slot) for own in range(buffer.shape[1])]
+        begin = 0 if is_fake(buffer) else buffer.data_ptr()  # no kernel ever runs on fake tensors
+        places += [(begin + own * head, row, slot) for own in range(buffer.shape[1])]
     return torch.tensor(places, dtype=torch.int64).view(-1, 3).to(buffers[0].device)
 
 
