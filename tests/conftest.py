@@ -50,7 +50,7 @@ gc.disable()  # nothing that is imported for the tests is garbage
 atexit.register(gc.unfreeze)  # Triton, from 3.9 on, lists on stderr what is not freed at the end
 
 #: Files with faults that the check of a design at the start must see.
-PLANTED = ("test_counted_tokens.py", "test_own_masks.py", "test_self_check.py")
+PLANTED = ("test_counted_tokens.py", "test_own_masks.py", "test_self_check.py", "test_kept_checks.py")
 #: Entries of a config that no layer reads.
 OF_TOKENS = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -180,6 +180,7 @@ def designs_are_checked_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(self_check, "check_tree_logits", once)
+        patch.setattr(self_check.kept_checks, "key_of", lambda *_: None)  # nothing is kept in the user's folder
         yield
 
 

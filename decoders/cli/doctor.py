@@ -223,7 +223,7 @@ def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Fi
     yield Finding(
         "model",
         "ok",
-        f"{name}: {amount(len(target.layout), 'layer')}, {dtype_name} on {target.device}",
+        f"{name}: {amount(len(target.layout), 'layer')}, {dtype_name} on {target.device}, checked on {target.checks.day}",
     )
     if target.checks.rejected is None:
         yield Finding("attention", "ok", target.attends)

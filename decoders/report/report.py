@@ -43,6 +43,8 @@ class Report:
         same_bits: in low precision, whether a token's logits have the same bits in every block, so that drafts do not change
             near-ties; from a brief check when the model was prepared. False for models with recurrent layers, which are not checked.
             None in float32.
+        checked: ISO date on which the prepared model was compared with transformers' forward passes; not today if the result was
+            stored.
         weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
@@ -69,6 +71,7 @@ class Report:
     verifier: str = "coupled"
     verifier_settings: dict[str, Any] = field(default_factory=dict)
     same_bits: bool | None = None
+    checked: str = ""
     weights: str = "keep"
     kv_cache: str = "keep"
     rows: int = 1
@@ -201,7 +204,7 @@ class Report:
             )
         return [
             ("strategy", self.strategy),
-            ("same tokens", self.same_tokens),
+            ("same tokens", self.same_tokens + (f" (checked on {self.checked})" if self.checked else "")),
             *([("verifier", self.verifier)] if self.verifier != "coupled" else []),
             ("tokens", f"{sum(self.new_tokens)} new after {sum(self.prompt_tokens)} of prompt"),
             ("speed", f"{self.tokens_per_second:.1f} tokens/s, the first after {self.time_to_first_token:.2f} s"),

@@ -171,8 +171,10 @@ def test_a_report_reads_as_a_table_and_shows_itself_in_a_notebook(traced: Any) -
     report = traced[1]["prompt_lookup+ngram"][0]
     lines = str(report).splitlines()
     assert 9 <= len(lines) <= 11 and max(map(len, lines)) < 120
-    assert lines[1] == "same tokens yes, in float32"
-    assert f"{report.accepted} of {report.drafted} tokens accepted" in str(report)
+    assert (
+        lines[1] == f"same tokens yes, in float32 (checked on {report.checked})"
+        and f"{report.accepted} of {report.drafted} tokens accepted" in str(report)
+    )
     html = report._repr_html_()
     assert all(f"color:{colour}" in html for colour in report.written.colours().values()) and "<svg" in html
     kept = pickle.loads(pickle.dumps(report))

@@ -209,6 +209,6 @@ def empty_report(request: Request, target: Target) -> Report:
         verifier=verifier.name, verifier_settings=verifier.settings_in_force(),
         rows=len(request.prompts), prompt_tokens=[len(prompt) for prompt in request.prompts],
         new_tokens=[0] * len(request.prompts),
-        same_bits=same_bits,
+        same_bits=same_bits, checked=target.checks.day,
         weights=target.precision.weights or "keep", kv_cache=target.precision.cache or "keep",
     )  # fmt: skip

@@ -117,11 +117,13 @@ class Checks:
     Attributes:
         rejected: why a kernel of ours was tried and then not used; None if no kernel was rejected.
         invariance: in low precision, whether a node's logits have the same bits in every block; None in float32, and if not checked.
+        day: ISO date on which the target was compared with the model (:mod:`.kept_checks`).
         kernel_seconds: seconds spent compiling kernels before the check.
         seconds: seconds spent comparing the target with the model.
     """
 
     rejected: str | None = None
     invariance: Invariance | None = None
+    day: str = ""
     kernel_seconds: float = 0.0
     seconds: float = 0.0
