@@ -118,8 +118,8 @@ void elementwise() {
     }
     for (T& one : x) narrow(widen(one) * 30, one);
     for (int kind : {SILU, GELU_TANH}) {
-        if (kind == SILU) gated<SILU>(x.data(), rows, width, true, out.data(), 1);
-        else gated<GELU_TANH>(x.data(), rows, width, true, out.data(), 1);
+        if (kind == SILU) gated<SILU>(x.data(), rows, width, out.data(), 1);
+        else gated<GELU_TANH>(x.data(), rows, width, out.data(), 1);
         for (long i = 0; i < rows * width; i++) {
             double gate = widen(x[i / width * 2 * width + i % width]), up = widen(x[i / width * 2 * width + width + i % width]);
             double u = kind == SILU ? gate : 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate), exact = gate / (1 + std::exp(-u)) * up;

@@ -241,7 +241,7 @@ class Engine:
             if not layers:
                 return self.forward_pass
             if layers not in self._watching:
-                self._watching[layers] = _pass_of(self.target.watching(layers))
+                self._watching[layers] = _pass_of(self.target.sibling(layers))
             return self._watching[layers]
 
     def own_forward(self, model: PreTrainedModel, target: Target) -> OwnForward:

@@ -23,7 +23,7 @@ from .modules_compat import modules_in, parameters_in
 from .ranks import Ranks
 from .state_probe import LayoutProbe, Recurrent, StateProbe, may_keep_states
 from .torch_compat import uncompiled
-from .weights.fused import Group, SharedInputs, plain_weight
+from .weights.fused import Group, SharedInputs
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
@@ -106,6 +106,7 @@ class Layout:
         as_stored: whether attention gets the keys that the cache returns. False if the model computes other keys from them.
         recurrent: the modules that keep recurrent states.
         counted: how the model uses the number of tokens in its cache; None if the model does not use the number.
+        shared_inputs: groups of plain linear layers (their paths) with the same input.
     """
 
     layers: list[LayerSpec]
@@ -113,6 +114,7 @@ class Layout:
     as_stored: bool
     recurrent: list[Recurrent]
     counted: CountedTokens | None
+    shared_inputs: list[Group]
 
 
 @torch.no_grad()
@@ -131,8 +133,9 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
         if isinstance(probe, StateProbe)
         else "does not run with the loop's cache and mask"
     )
-    with refusing(model, trouble), probe.watching(model):
-        shape = _run_one_token(model, kinds, probe)
+    shape = attention.Probe()
+    with refusing(model, trouble), probe.watching(model), SharedInputs(model) as shared:
+        _run(model, kinds, probe, torch.zeros(1, 1, dtype=torch.int64, device=model.device), shape)
     layouts = probe.layouts
     recurrent = probe.recurrent if isinstance(probe, StateProbe) else []
     if keeps_recurrent_state(model) and not recurrent:
@@ -153,32 +156,9 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
     if probe.counted and not recurrent:
         counted = counted_tokens(functools.partial(_run_some_tokens, model, kinds), context_length(model), model.device)
     as_stored = all(any(key is given for given in probe.keys) for key in shape.keys)
-    return Layout(specs, shape.groups, as_stored, recurrent, counted)
-
-
-@torch.no_grad()
-def shared_inputs(model: PreTrainedModel, kinds: int) -> list[Group]:
-    """Groups of plain linear layers that read the same input. Runs one token, while all these layers return zeros."""
-    if may_keep_states(model):  # the code of recurrent layers may depend on values
-        return []
-    return reading_alike(model, lambda: _run_one_token(model, kinds, LayoutProbe()))
-
-
-def reading_alike(module: nn.Module, run: Callable[[], object]) -> list[Group]:
-    """Groups the plain linear layers of `module` by their input. Calls `run`, which runs `module`, while these layers return zeros."""
-    layers = {path: layer for path, layer in module.named_modules() if plain_weight(layer) is not None}
-    with SharedInputs(layers) as shared:
-        try:
-            run()
-        except Exception:  # the module cannot run on zeros; another check finds out whether it runs at all
-            return []
-    return shared.groups()
-
-
-def _run_one_token(model: PreTrainedModel, kinds: int, cache: LayoutProbe | StateProbe) -> attention.Probe:
-    shape = attention.Probe()
-    _run(model, kinds, cache, torch.zeros(1, 1, dtype=torch.int64, device=model.device), shape)
-    return shape
+    # In a model with recurrent layers, linear layers multiply alone.
+    alike = [] if isinstance(probe, StateProbe) else shared.groups()
+    return Layout(specs, shape.groups, as_stored, recurrent, counted, alike)
 
 
 def _run_some_tokens(model: PreTrainedModel, kinds: int, cache: CountingProbe) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...common import devices, host_reads
 from ...common.announce import announced
 from ...common.transformers_compat import cache_keyword, decoder_layers
-from ...errors import ContextLengthError, UnsupportedError
+from ...errors import UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
 from . import attention, buckets, experts, own_masks, recurrent, rope
@@ -26,7 +26,7 @@ from .facts import Attending, Checks, Lengths, Products, Vocabulary
 from .features import Taps
 from .kernels import attention as kernel
 from .kernels.chosen import kernel_for
-from .layout import backbone_of, context_length, probe_layout, refuse_unfit, shared_inputs
+from .layout import backbone_of, context_length, probe_layout, refuse_unfit
 from .output_head import OutputHead
 from .ranks import Ranks
 from .slot_cache import SlotCache, StatePass
@@ -126,7 +126,8 @@ class Target:
         self.backbone = backbone_of(self.model)
         self.taps = Taps(self.model)
         packed = take_packed(self.model)
-        groups = shared_inputs(self.model, len(self.attending.kinds))
+        layout = probe_layout(self.model, len(self.attending.kinds))
+        groups = layout.shared_inputs
         head = self.model.get_output_embeddings()
         with announced(
             f"copying matrices for weights={precision.weights!r}" if precision.weights else "taking matrices over"
@@ -137,7 +138,6 @@ class Target:
             replace_norms(self.model)
         fuse_layers(self.model)
         self.weights = WeightState.of(model)
-        layout = probe_layout(self.model, len(self.attending.kinds))
         self.layout, self.lengths = layout.layers, Lengths(context_length(model), sides, layout.counted)
         self.recurrent = tuple(entry.layer for entry in layout.recurrent)
         self.continues = adopt(layout.recurrent)
@@ -180,14 +180,8 @@ class Target:
 
     def check_lengths(self, longest: int, rows: int) -> None:
         """Raises ContextLengthError if the loop's results for `rows` texts of up to `longest` tokens would differ from the model's."""
-        name, most = type(self.model).__name__, self.checks.longest
-        if most is not None and longest > most:
-            raise ContextLengthError(
-                f"{name} does not look back as its config's window says, so the loop can decode at most the {most} tokens of "
-                f"that window, and {longest} are asked for: ask for fewer, or call generate without strategy=."
-            )
         if self.lengths.counted is not None:
-            self.lengths.counted.check(name, longest, rows)
+            self.lengths.counted.check(type(self.model).__name__, longest, rows)
 
     def side_of(self, length: int) -> int:
         """Index of the rotary table for `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 if the table never changes."""
@@ -224,7 +218,7 @@ class Target:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the watched decoder layers: the target's results contain their outputs (:meth:`watching`)."""
+        """Indices of the watched decoder layers: the target's results contain their outputs."""
         return self.taps.layers
 
     @property
@@ -270,7 +264,10 @@ class Target:
         return CacheBuffers.allocate(self.layout, rows, slots, placeholders, self.attends == "triton")
 
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
-        """A second target with its own modules, which share all weights, also quantized ones. layers: see :meth:`watching`."""
+        """A second target with its own modules, which share all weights, also quantized ones.
+
+        layers: the decoder layers whose outputs its results contain; None for those of this target.
+        """
         twin = copy.copy(self)
         twin.model = self.copied()
         twin.backbone = backbone_of(twin.model)
@@ -298,10 +295,6 @@ class Target:
     def embed(self, tokens: Tensor) -> Tensor:
         """The input embeddings of `tokens`. Ids outside the vocabulary get the embedding of an arbitrary token."""
         return cast(Tensor, self.model.get_input_embeddings()(tokens.clamp(0, self.vocabulary.embeddings - 1)))
-
-    def watching(self, layers: tuple[int, ...]) -> Target:
-        """A :meth:`sibling` that also returns the outputs of the decoder layers `layers`. Its passes are compiled separately."""
-        return self.sibling(layers)
 
     def renew(self, weights: WeightState) -> bool:
         """Quantizes the current weights again, in place: compiled code and recorded steps then read the new values.

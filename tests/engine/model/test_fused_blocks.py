@@ -190,7 +190,7 @@ def test_results_of_our_operators_are_loaded_many_numbers_at_a_time_by_compiled_
 
     def follow(x: Tensor, matrix: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         sums = products.linear_to_residual(x * 2, Operands([matrix], [], []), residual)
-        gated = products.gated_linear(x, Operands([matrix, matrix], [], []), 0, True)
+        gated = products.gated_linear(x, Operands([matrix, matrix], [], []), 0)
         assert sums is not None and gated is not None
         normed = products.rms_norm_on_cuda(gated, matrix[0], 1e-6, False, True)
         return sums[0] + 1, normed.float(), gated[:, 1:].sigmoid()

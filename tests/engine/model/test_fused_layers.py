@@ -13,7 +13,7 @@ import decoders
 from decoders.engine.model import target as targets
 from decoders.engine.model.blocks import PassInput, causal_block
 from decoders.engine.model.kernels import cpu
-from decoders.engine.model.layout import shared_inputs
+from decoders.engine.model.layout import probe_layout
 from decoders.engine.model.target import Precision, Target
 from decoders.engine.model.weights import quantization
 from decoders.engine.model.weights.few_rows import multiply_few_rows
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(cpu.chosen().kernels is None, reason="there are 
 
 def fused(model: Any) -> nn.Module:
     twin = share_weights(model)
-    multiply_few_rows(twin, shared_inputs(twin, 1))
+    multiply_few_rows(twin, probe_layout(twin, 1).shared_inputs)
     fuse_layers(twin)
     return twin
 

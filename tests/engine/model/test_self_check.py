@@ -92,8 +92,8 @@ def reaching_further(query: Any, key: Any, value: Any, mask: Any, sinks: Any, ki
 
 
 def layer_reaching_further(*given: Any) -> Any:
-    *first, windows, chunks, scale, softcap, kind, gate_first = given
-    return plain_layer(*first, [window and window + 1 for window in windows], chunks, scale, softcap, kind, gate_first)
+    *first, windows, chunks, scale, softcap, kind = given
+    return plain_layer(*first, [window and window + 1 for window in windows], chunks, scale, softcap, kind)
 
 
 def with_bits_of_a_sibling(base: Any, offsets: Any, visible: Any) -> Any:

@@ -18,7 +18,7 @@ from decoders.testing import tiny_model
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inference_mode_changes_no_bit_and_does_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_of(tiny_model("llama").to(dtype)).watching((0, 1))
+    target = target_of(tiny_model("llama").to(dtype)).sibling((0, 1))
     tokens = torch.arange(24).view(2, 12) % target.vocab_size
     start, block, view = torch.zeros(2, dtype=torch.int64), causal_block(2, 4, target.device), torch.arange(64)
 

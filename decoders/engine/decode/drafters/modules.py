@@ -20,10 +20,10 @@ from ...model.cache import CacheBuffers, LayerSpec
 from ...model.compiled.regions import copied_whole, fixed
 from ...model.kernels import attention as kernel
 from ...model.kernels import chosen
-from ...model.layout import reading_alike
 from ...model.slot_cache import SlotCache
 from ...model.state_probe import LayoutProbe
 from ...model.weights.few_rows import multiply_few_rows
+from ...model.weights.fused import SharedInputs
 from ...model.weights.fused_layers import fuse_layers
 from ...model.weights.same_bits import replace_norms
 from ...model.weights.twin import share_weights
@@ -65,13 +65,12 @@ class ModuleTwin:
         )
         attention.tell_kinds(self.module, self.kinds, kind_of_layer)
         self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-        multiply_few_rows(
-            self.module, reading_alike(self.module, lambda: self._run(example, LayoutProbe(), attention.MaskShape()))
-        )
+        shape = attention.Probe()
+        with SharedInputs(self.module) as shared:
+            self.layout = self._probe(example, shape)
+        multiply_few_rows(self.module, shared.groups())
         replace_norms(self.module)
         fuse_layers(self.module)
-        shape = attention.Probe()
-        self.layout = self._probe(example, shape)
         if attends == chosen.preferred(device) == "cpu" and not chosen.unfit(
             "cpu", self.layout, len(shape.groups), device
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -62,23 +63,25 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("decoders", "FRAGMENT")
 
 
-def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers `function`, which launches CUDA kernels, as an operator of torch, and returns the operator.
+def operator(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers an operator of torch that launches CUDA kernels, and returns it.
 
     The operator is opaque to compilers: compiled code calls it, and CUDA graphs record its kernels. If compilers saw the launches, they
     would compile another graph for every size that changes a launch.
 
     Args:
         schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes to come last.
+        launcher: the module and the function that launch the kernels. The first call imports the module, because it needs Triton.
         fake: returns empty tensors of the result's sizes, for tracing.
     """
-    name = schema.partition("(")[0]
+    name, (module, launching) = schema.partition("(")[0], launcher.split(".")
+
+    def function(*given: Any) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), launching)(*given)
+
     LAUNCHERS[name] = function
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
-    if interpreted():
-        computes = not schema.endswith("-> ()")  # operators without a result only copy numbers, in any dtype
-        _library.impl(name, _without_bfloat16(function, schema.count("!")) if computes else function, "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Any], getattr(torch.ops.decoders, name).default)
 
@@ -91,31 +94,3 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(first, *more)
 
     return guarded
-
-
-def _without_bfloat16(function: Callable[..., Any], written: int) -> Callable[..., Any]:
-    """A wrapper that turns bfloat16 arguments into float32, because Triton's interpreter multiplies bfloat16 numbers as integers.
-
-    written: how many of the last arguments `function` writes to.
-    """
-
-    def widened(*arguments: Any) -> Any:
-        tensors = [
-            t for value in arguments for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)
-        ]
-        narrow = any(tensor.dtype == torch.bfloat16 for tensor in tensors)
-        given = [wide(value) for value in arguments]
-        result = function(*given)
-        for own, copy in zip(arguments[len(arguments) - written :], given[len(given) - written :], strict=True):
-            if own is not copy:
-                own.copy_(copy)
-        if not narrow:
-            return result
-        return tuple(part.bfloat16() for part in result) if isinstance(result, tuple) else result.bfloat16()
-
-    def wide(value: Any) -> Any:
-        if isinstance(value, list):
-            return [wide(each) for each in value]
-        return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
-
-    return widened

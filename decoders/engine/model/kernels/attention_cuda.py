@@ -111,6 +111,6 @@ def launch(
 tree_attention = operator(
     "tree_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? sinks, int window, int chunk, float scale, "
     "float softcap) -> Tensor",
-    launch,
+    "attention_cuda.launch",
     lambda query, key, value, *_: query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]),
 )

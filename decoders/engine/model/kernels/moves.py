@@ -24,12 +24,8 @@ def places_of(buffers: Sequence[Tensor]) -> Tensor:
     return torch.tensor(places, dtype=torch.int64).view(-1, 3).to(buffers[0].device)
 
 
-def move_in_place(places: Tensor, base: Tensor, path: Tensor, buffers: Sequence[Tensor]) -> None:
-    from .moves_triton import move
-
-    move(places, base, path.contiguous(), buffers[0].shape[2], {b.shape[3] * b.itemsize for b in buffers})
-
-
 move_in_one_launch = operator(
-    "move_slots(Tensor places, Tensor base, Tensor path, Tensor(a!)[] buffers) -> ()", move_in_place, lambda *_: None
+    "move_slots(Tensor places, Tensor base, Tensor path, Tensor(a!)[] buffers) -> ()",
+    "moves_triton.move",
+    lambda *_: None,
 )

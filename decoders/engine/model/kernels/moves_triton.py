@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -46,18 +46,18 @@ def _move_slots(
         _move(address.to(tl.pointer_type(tl.int8)), size // SMALL, begin, own, nodes, slots, NODES, WORDS)
 
 
-def move(places: Tensor, base: Tensor, path: Tensor, slots: int, sizes: Collection[int]) -> None:
+def move(places: Tensor, base: Tensor, path: Tensor, buffers: Sequence[Tensor]) -> None:
     """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n``. The nodes of a path ascend, so no slot is written before it is read.
 
     Args:
         places: the result of :func:`~decoders.engine.model.kernels.moves.places_of`.
-        slots: number of slots of every buffer; negative indices count from the end.
-        sizes: the sizes of the buffers' slots, in bytes.
+        buffers: the buffers in `places`, with the same number of slots; negative indices count from the end.
     """
+    path, sizes = path.contiguous(), {buffer.shape[3] * buffer.itemsize for buffer in buffers}
     odd = [size & -size for size in sizes if size % WORD]  # for example the scales of quantized keys
     small = min(odd, default=0)
     words = max(size // (WORD if size % WORD == 0 else small) for size in sizes)
     block = min(triton.next_power_of_2(words), WORDS)
     _move_slots[(len(places), len(path), triton.cdiv(words, block))](
-        places, base, path, path.shape[1], slots, WORD=WORD, SMALL=small, NODES=NODES, WORDS=block, num_warps=2,
+        places, base, path, path.shape[1], buffers[0].shape[2], WORD=WORD, SMALL=small, NODES=NODES, WORDS=block, num_warps=2,
     )  # fmt: skip

@@ -117,19 +117,16 @@ def rms_norm_for(weight: Tensor) -> Callable[..., Tensor] | None:
     return rms_norm_on_cuda if weight.dtype in (torch.bfloat16, torch.float16) and has_kernel(weight.device) else None
 
 
-def gated_linear(x: Tensor, by: Operands, kind: int, gate_first: bool) -> Tensor | None:
+def gated_linear(x: Tensor, by: Operands, kind: int) -> Tensor | None:
     """``activation(x @ gate.T) * (x @ up.T)``, ``[…, I]``; None if no kernel computes it.
 
     Args:
-        by: the matrices of gate and up ``[I, K]``, the gate's first if `gate_first`, else last.
+        by: the matrices of gate and up, ``[I, K]`` each.
         kind: the activation; 0 is silu, 1 is gelu approximated by tanh.
     """
     if operator_for(x) is not few_rows_on_cuda:
-        return _on_cpu("gated_linear", x, *by, kind, gate_first)
-    if not fit(x, by.matrices, by.biases):
-        return None
-    order = slice(None, None, 1 if gate_first else -1)
-    return gated(x, by.matrices[order], by.biases[order], kind)
+        return _on_cpu("gated_linear", x, *by, kind)
+    return gated(x, by.matrices, by.biases, kind) if fit(x, by.matrices, by.biases) else None
 
 
 def linear_to_residual(

@@ -15,7 +15,7 @@ product computes activations itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from . import LARGEST_BLOCK, MOST_MATRICES, Norm
 from .epilogues_triton import activated, added, added_to_residual, rotated_to_cache
+from .products_cuda import new_keys
 
 #: Number of rows of a tensor-core instruction; fewer rows cost the same.
 TILE = 16
@@ -194,18 +195,28 @@ def gated_linear(x: Tensor, pair: Sequence[Tensor], biases: Sequence[Tensor], ki
 
 
 def linear_to_residual(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor, before: Norm, after: Norm
+    x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor, *norms: Any
 ) -> tuple[Tensor, Tensor]:
+    before, after = Norm(*norms[:4]), Norm(*norms[4:])
     parts, missing = parts_of(x, [matrix], [] if bias is None else [bias])
     flat = residual.reshape(-1, residual.shape[-1]).contiguous()
     out, normed = added_to_residual(parts, missing[0] if missing else None, flat, before, after)
     return out.view(residual.shape), normed.view(residual.shape) if normed.numel() else normed
 
 
+def linear_rotated(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], *around: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = (new_keys(x, matrices, around[-2]) for _ in range(2))
+    given: tuple[Any, ...] = *around, None, keys, values
+    return linear_to_cache(x, matrices, biases, *given), keys, values
+
+
 def linear_to_cache(
-    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor,
-    slots: Tensor | None, keys: Tensor, values: Tensor,
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], query_norm: Tensor | None, key_norm: Tensor | None, epsilon: float,
+    one_added: bool, rounded_first: bool, cos: Tensor, sin: Tensor, slots: Tensor | None, keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
+    norms = Norm(query_norm, epsilon, one_added, rounded_first), Norm(key_norm, epsilon, one_added, rounded_first)
     parts, missing = parts_of(x, matrices, biases)
     slots = None if slots is None else slots.contiguous()
     return rotated_to_cache(

@@ -18,6 +18,7 @@ from ..attention import KIND_ATTRIBUTE, LayerKind
 from ..kernels import products
 from ..modules_compat import hooks_of, own_parameters
 from ..slot_cache import SlotCache
+from .fused_layers import Gated
 from .layers import NO_NORM, Attention, Formula, Latest, NormOf, as_norm, attend, bias_of, taken
 from .noted_calls import Name
 
@@ -41,10 +42,10 @@ class Whole(NamedTuple):
 
     Attributes:
         attention: the attention module; `plan` is its structure.
-        linear: the linear layers for queries, keys, values and the attention's output; then gate and up (in either order), and down.
+        linear: the linear layers for queries, keys, values and the attention's output; then gate, up and down.
         norms: five norms: of queries, of keys, of the attention's result, of the sum with the residual, of the feed-forward's result.
         formula: the norms' formula; None without norms.
-        activation: the arguments `kind` and `gate_first` of :func:`products.gated_linear`.
+        activation: the argument `kind` of :func:`products.gated_linear`.
     """
 
     attention: nn.Module
@@ -52,21 +53,20 @@ class Whole(NamedTuple):
     linear: tuple[Any, ...]
     norms: tuple[NormOf, ...]
     formula: Formula | None
-    activation: tuple[int, bool]
+    activation: int
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Whole | None:
         """The decoder layer with these `steps`; None if the layer has another structure, or norms with several formulas."""
         if len(steps) != 2 or (plan := vars(steps[0].module).get("decoders_block")) is None or plan.kernel != "cpu":
             return None
-        attention, gated = steps[0].module, vars(steps[1].module).get("decoders_gated")
+        attention, gated = steps[0].module, cast(Gated | None, vars(steps[1].module).get("decoders_gated"))
         norms = *plan.norms, steps[0].before, steps[0].after, steps[1].before
         formulas = {formula for _, formula in norms if formula is not None}
         if gated is None or len(formulas) > 1:
             return None
-        linear = *plan.group, plan.out, *gated[0], gated[1]
-        activation = cast(Any, type(steps[1].module)).decoders_activation
-        return cls(attention, plan, linear, norms, next(iter(formulas), None), activation)
+        linear = *plan.group, plan.out, *gated.pair, gated.down
+        return cls(attention, plan, linear, norms, next(iter(formulas), None), gated.kind)
 
     @property
     def biased(self) -> tuple[bool, ...]:
@@ -138,7 +138,7 @@ def whole_layers(
         [kind.chunk or 0 for kind in kinds],
         keys[0].shape[3] ** -0.5 if one.plan.scaling is None else one.plan.scaling,
         one.plan.softcap or 0.0,
-        *one.activation,
+        one.activation,
     )
 
 
@@ -207,7 +207,7 @@ def _inner(module: Any, x: Tensor, turns: Any, mask: Tensor, cache: Any) -> tupl
     computes it), and the layer.
     """
     if (gated := vars(module).get("decoders_gated")) is not None:
-        return type(module).inner(gated, x), gated[1]
+        return gated.inner(x), gated.down
     plan = module.decoders_block
     return attend(module, plan, x, turns, mask, cache), plan.out
 

@@ -24,12 +24,12 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
         groups: paths of layers with the same input. Layers of a group multiply in one product if their weights are stored alike.
         exact_products: whether a row must have the same bits for any number of rows. On CUDA, our kernels are only used if so.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules())
     weights = {path: plain_weight(module) for path, module in modules.items()}
     chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
     join(modules, groups, lambda path: _product_kind(chosen[path]) if path in chosen else None)
     for module in chosen.values():
-        module.__class__ = KINDS.get(type(module), type(module))  # a module with two paths occurs twice
+        module.__class__ = KINDS[type(module)]
     return len(chosen)
 
 

@@ -6,7 +6,6 @@ A kernel call costs some microseconds for any size, and its threads wait for eac
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
@@ -23,24 +22,22 @@ Group = tuple[str, ...]
 
 
 class SharedInputs:
-    """A context that records the inputs of linear layers, which return zeros without computing. layers: the layers by path."""
+    """A context that records the inputs of the plain linear layers in `module`."""
 
-    def __init__(self, layers: dict[str, nn.Module]) -> None:
-        self._layers = layers
+    def __init__(self, module: nn.Module) -> None:
         self._calls: list[tuple[str, Tensor]] = []
+        layers = {path: layer for path, layer in module.named_modules() if plain_weight(layer) is not None}
+        self._hooks = [layer.register_forward_pre_hook(self._noting(path)) for path, layer in layers.items()]
 
     def __enter__(self) -> SharedInputs:
-        for path, layer in self._layers.items():
-            layer.forward = functools.partial(self._note, path, outputs_of(layer))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for layer in self._layers.values():
-            vars(layer).pop("forward", None)
+        for hook in self._hooks:
+            hook.remove()
 
-    def _note(self, path: str, outputs: int, x: Tensor) -> Tensor:
-        self._calls.append((path, x))
-        return x.new_zeros((*x.shape[:-1], outputs))
+    def _noting(self, path: str) -> Callable[[nn.Module, tuple], None]:
+        return lambda _, given: self._calls.append((path, given[0]))
 
     def groups(self) -> list[Group]:
         """Groups of layers with the same input tensor. No layer of a group ran twice, and a group ends before the next group begins."""

@@ -45,8 +45,7 @@ def fuse_blocks(
         if module is not layer
     ):
         return 0
-    with noted_calls(layers, kernel, run) as (calls, attended):
-        pass
+    calls, attended = noted_calls(layers, kernel, run)
     for layer in layers:
         for module in layer.children():
             if (
@@ -54,26 +53,27 @@ def fuse_blocks(
                 and (plan := _tried(_attention, module, calls, kernel, *attended[module])) is not None
             ):
                 module.__class__, vars(module)["decoders_block"] = attention_class(cast(Hashable, type(module))), plan
-    fused: list[Call | None] = []
-    for layer in layers:
-        chosen, call = _tried(_layer, layer, calls) or (None, None)
-        kind = layer_class(cast(Hashable, type(layer)))
-        compute = kind.compute  # type: ignore[attr-defined]
-        inputs = [] if chosen is None or call is None else taken(call.given, call.options, chosen.names)
-        if chosen is not None and call is not None and chosen.whole is not None:
-            alone = _tried(compute, chosen._replace(steps=()), *inputs)
-            if alone is None or not close(alone, call.result, layer):
-                chosen = chosen._replace(whole=None)
-        tried = None if chosen is None or call is None else _tried(compute, chosen, *inputs)
-        computes = tried is not None and call is not None and close(tried, call.result, layer)
-        if computes:
-            layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, chosen, None
-        fused.append(call if computes else None)
+    fused = [_fuse(layer, calls) for layer in layers]
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
             # This is not stored in the `Layer`, because a compiled region would take the following layer's values as inputs.
             vars(one.module)["decoders_following"] = Following(other.module, _alike(one, other))
     return sum(call is not None for call in fused)
+
+
+def _fuse(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> Call | None:
+    """Fuses a decoder layer, and returns its call; None if its structure is unknown, or if the fused layer has other results."""
+    call, chosen = once(calls, layer), _tried(_layer, layer, calls)
+    if call is None or chosen is None:
+        return None
+    kind, inputs = layer_class(cast(Hashable, type(layer))), taken(call.given, call.options, chosen.names)
+    compute = kind.compute  # type: ignore[attr-defined]
+    if chosen.whole is not None and not close(_tried(compute, chosen._replace(steps=()), *inputs), call.result, layer):
+        chosen = chosen._replace(whole=None)
+    if not close(_tried(compute, chosen, *inputs), call.result, layer):
+        return None
+    layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, chosen, None
+    return call
 
 
 def _alike(one: Call, other: Call) -> bool:
@@ -177,13 +177,12 @@ def _attention(
     return plan if all(close(own, other) for own, other in zip(written(), plain, strict=True)) else None
 
 
-def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer | None, Call | None]:
-    """The structure of a decoder layer, and the layer's call; ``(None, None)`` if the structure is unknown."""
+def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> Layer | None:
+    """The structure of a decoder layer; None if it is unknown."""
     call, children = once(calls, layer), set(layer.children())
     order = [each for each in calls[ORDER] if each.module in children]
-    nothing = None, None
     if call is None or not isinstance(call.result, Tensor) or any(len(calls[each.module]) > 1 for each in order):
-        return nothing
+        return None
     stream: Any = next(
         (v for v in (*call.given, *call.options.values()) if isinstance(v, Tensor) and v.dim() == 3), None
     )
@@ -201,7 +200,7 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
             reads, norm = order[place].result, known
             place += 1
         if place == len(order) or order[place].name_of(reads) is None:
-            return nothing
+            return None
         step, before = order[place], NO_NORM
         own: Any = vars(step.module)
         result = step.result[0] if isinstance(step.result, tuple) else step.result
@@ -209,7 +208,7 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
             inputs = taken(step.given, step.options, own["decoders_block"].names)
             names = (begin, *map(call.name_of, inputs[1:]))
         elif "decoders_gated" not in own:
-            return nothing
+            return None
         place += 1
         if (
             place < len(order)
@@ -226,14 +225,14 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> tuple[Layer 
                 (v for v in (*order[place].given, *order[place].options.values()) if isinstance(v, Tensor)), None
             )
         if not isinstance(following, Tensor) or not torch.equal(stream + result, following):
-            return nothing
+            return None
         stream = following
         norms.append(norm)
         steps.append(Step(step.module, before, NO_NORM))
     if names is None or None in names:
-        return nothing
+        return None
     steps = [step._replace(after=norm) for step, norm in zip(steps, [*norms[1:], NO_NORM], strict=True)]
-    return Layer(norms[0], tuple(steps), cast(Any, names), Whole.of(steps)), call
+    return Layer(norms[0], tuple(steps), cast(Any, names), Whole.of(steps))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,26 +25,33 @@ LOUD = (64, 8, 1)
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
 
 
+class Gated(NamedTuple):
+    """The structure of a gated feed-forward layer: the linear layers `pair` (gate and up) and `down`, and the activation's index."""
+
+    pair: tuple[Any, ...]
+    down: Any
+    kind: int
+
+    def inner(self, x: Tensor) -> Tensor | None:
+        """The input of `down`; None if no kernel computes it."""
+        by = self.pair[0].operands(self.pair)
+        return None if by is None else products.gated_linear(x, by, self.kind)
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        inner = self.inner(x)
+        return None if inner is None else self.down(inner)
+
+
 @functools.cache
-def gated_class(plain: Any, kind: int, gate_first: bool) -> type[nn.Module]:
-    """The class that replaces `plain`, a class of gated feed-forward layers. kind, gate_first: see :func:`products.gated_linear`."""
-
-    def inner(parts: tuple, x: Tensor) -> Tensor | None:
-        by = parts[0][0].operands(parts[0])
-        return None if by is None else products.gated_linear(x, by, kind, gate_first)
-
-    def compute(parts: tuple, x: Tensor) -> Tensor | None:
-        middle = inner(parts, x)
-        return None if middle is None else parts[1](middle)
+def gated_class(plain: Any) -> type[nn.Module]:
+    """The class that replaces `plain`, a class of gated feed-forward layers. Its objects store :class:`Gated` as ``decoders_gated``."""
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
         # This does not call the layer's parts, so their hooks do not run. A layer with hooks on its parts is therefore not fused.
-        out = None if more or options else compute(self.decoders_gated, x)
+        out = None if more or options else self.decoders_gated(x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
-    parts = {"inner": staticmethod(inner), "compute": staticmethod(compute), "decoders_activation": (kind, gate_first)}
-    namespace = {"forward": forward, **parts, "__module__": plain.__module__}
-    return type(plain.__name__, (plain,), namespace)
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
 @torch.no_grad()
@@ -52,11 +59,12 @@ def fuse_layers(model: nn.Module) -> None:
     """Fuses gated feed-forward layers of `model`, our copy of a model, if their linear layers multiply with kernels."""
     for module in model.modules():
         if "forward" not in vars(module) and (gated := _gated(module)) is not None:
-            module.__class__, vars(module)["decoders_gated"] = gated
+            module.__class__ = gated_class(cast(Hashable, type(module)))
+            vars(module)["decoders_gated"] = gated
 
 
-def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
-    """The class that fuses the gated layer ``down(activation(gate(x)) * up(x))``, and the linear layers; None for other modules."""
+def _gated(module: nn.Module) -> Gated | None:
+    """The structure of the gated layer ``down(activation(gate(x)) * up(x))``; None for other modules."""
     children = list(module.children())
     linear: list[Any] = [child for child in children if isinstance(child, Joint)]
     others = [child for child in children if not isinstance(child, Joint)]
@@ -80,11 +88,10 @@ def _gated(module: nn.Module) -> tuple[type[nn.Module], tuple] | None:
             return None
         if expected.isfinite().all():
             break
-    for gate_first in (True, False):
-        stand_in = gated_class(cast(Hashable, type(module)), kind, gate_first)
-        tried = stand_in.compute((pair, down), both)  # type: ignore[attr-defined]
+    for gated in (Gated(pair, down, kind), Gated(pair[::-1], down, kind)):
+        tried = gated(both)
         if tried is not None and tried.shape == expected.shape and all(map(close, tried, expected, (down, down))):
-            return stand_in, (pair, down)
+            return gated
     return None
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,11 +31,10 @@ class Call(NamedTuple):
         return next((name for name, own in named if own is value and value is not None), None)
 
 
-@contextmanager
 def noted_calls(
     layers: Sequence[nn.Module], kernel: attention.Kernel, run: Callable
-) -> Iterator[tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]]:
-    """Calls `run`; yields the calls of each module in `layers`, and each attention module's query, mask, options and cache update.
+) -> tuple[dict[nn.Module, list[Call]], dict[nn.Module, tuple]]:
+    """Calls `run`; returns the calls of each module in `layers`, and each attention module's query, mask, options and cache update.
 
     run: calls its argument with the cache, then runs the model.
     """
@@ -78,10 +76,8 @@ def noted_calls(
             attention.register(name, compute)
             for handle in handles:
                 handle.remove()
-    for noted in calls.values():
-        noted.sort(key=lambda call: next(i for i, other in enumerate(order) if other is call))
     calls[ORDER] = order
-    yield calls, attended
+    return calls, attended
 
 
 #: Under this key, :func:`noted_calls` lists the calls of all modules in order.

@@ -140,6 +140,6 @@ def _output(layer: nn.Module, hooks: Sequence[Callable[..., object]], x: Tensor)
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Format, int]]:
     """Yields path, layer, format and bits of each layer in one of the :data:`FORMATS`. model: our copy, which must not have run."""
     hooks = [*hooks_of(model)[1].values()]
-    for path, layer in model.named_modules(remove_duplicate=False):
+    for path, layer in [*model.named_modules()]:
         if (found := format_of(layer, hooks)) is not None:
             yield path, layer, *found

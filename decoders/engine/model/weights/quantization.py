@@ -134,9 +134,9 @@ def take_packed(model: nn.Module) -> Quantized:
     """
     quantized = Quantized()
     for path, module, form, bits in packed_layers(model) if has_kernels() else ():
-        if (weight := _packed(module, form, bits)) is not None:
-            quantized.layers[path] = (module, weight)
-    for module, weight in quantized.layers.values():
+        if (weight := _packed(module, form, bits)) is None:
+            continue
+        quantized.layers[path] = (module, weight)
         for name in ("forward", "quantization_scheme"):  # with these attributes, compressed-tensors would unpack
             vars(module).pop(name, None)
         vars(module).update(weight.made)
@@ -185,20 +185,17 @@ def quantize(
     """
     smallest = SMALLEST if smallest is None else smallest
     quantized = given or Quantized()
-    by_module: dict[int, QuantizedWeight] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules())
     for path, module in modules.items():
-        weight = by_module.get(id(module)) or _given(module)
+        weight = _given(module)
         if weight is None and scheme is not None:
             weight = _asked_for(module, "int8" if module is head and scheme == "int4" else scheme, smallest)
         if weight is None:
             continue
         quantized.layers[path] = (module, weight)
-        if id(module) not in by_module:  # a module with two paths occurs twice
-            by_module[id(module)] = weight
-            module.__dict__.update(weight.made)
-            if "levels" in weight.made:
-                module.__class__ = KINDS[type(module)]
+        module.__dict__.update(weight.made)
+        if "levels" in weight.made:
+            module.__class__ = KINDS[type(module)]
     in_levels = {path for path, (_, weight) in quantized.layers.items() if "levels" in weight.made}
     join(modules, groups, lambda path: product_kind(modules[path]) if path in in_levels else None)
     if scheme == "16bit" and not quantized.layers:

@@ -88,7 +88,7 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Names of calls, and functions that make them."""
-    from decoders.engine.model.kernels import Norm, attention_cuda, epilogues_triton, moves, products_triton
+    from decoders.engine.model.kernels import Norm, attention_cuda, epilogues_triton, moves_triton, products_triton
 
     for name, model in MODELS.items():
         for kind, nodes in (
@@ -109,13 +109,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
                     )
                     before = norm if model.width == 256 else Norm()
                     call = functools.partial(
-                        products_triton.linear_to_residual, x, *matrices, None, residual, before, norm
+                        products_triton.linear_to_residual, x, *matrices, None, residual, *before, *norm
                     )
                 elif part == "qkv" and not model.sinks:
                     turns, slots = empty(1, nodes, model.width, dtype=dtype), empty(1, nodes, dtype=torch.int64)
                     cache = empty(1, model.key_heads, 512, model.width, dtype=dtype)
                     own = Norm(empty(model.width, dtype=dtype), 1e-6, True, False) if model.width == 256 else Norm()
-                    options = x, matrices, biases, (own, own), turns, turns, slots, cache, cache
+                    options = x, matrices, biases, own.weight, *own, turns, turns, slots, cache, cache
                     call = functools.partial(products_triton.linear_to_cache, *options)
                 yield f"{name} {part} {kind}, {nodes} nodes", call
         for kind in ("bf16", "int8"):
@@ -123,7 +123,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             buffers = [empty(1, model.key_heads, 512, w, dtype=DTYPES.get(kind, torch.int8)) for w in widths]
             scales = [empty(1, model.key_heads, 512, 1, dtype=torch.bfloat16)] * 2 if kind == "int8" else []
             places, base, path = (empty(*size, dtype=torch.int64) for size in ((4 * model.key_heads, 3), (1,), (1, 16)))
-            yield f"{name} moves {kind}", functools.partial(moves.move_in_place, places, base, path, buffers + scales)
+            yield f"{name} moves {kind}", functools.partial(moves_triton.move, places, base, path, buffers + scales)
         for width in model.norms:
             x, weight = (empty(*size, width, dtype=torch.bfloat16) for size in ((1, 4), ()))
             yield f"{name} norm", functools.partial(epilogues_triton.normalized, x, weight, 1e-6, False, True)

@@ -39,26 +39,24 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-@pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("inputs", [96, 530])  # one stretch, and two
 @pytest.mark.in_turns
-def test_a_gated_activation_follows_both_products(inputs: int, with_bias: bool, gate_first: bool, kind: int) -> None:
+def test_a_gated_activation_follows_both_products(inputs: int, with_bias: bool, kind: int) -> None:
     x, pair = random(2, 40, inputs), [random(128, inputs, seed=i) * 0.1 for i in (1, 2)]
     biases = [random(128, seed=i) for i in (3, 4)] if with_bias else []
-    first, second = (F.linear(x, m, biases[i] if biases else None) for i, m in enumerate(pair))
-    gate, up = (first, second) if gate_first else (second, first)
+    gate, up = (F.linear(x, m, biases[i] if biases else None) for i, m in enumerate(pair))
     expected = (F.gelu(gate, approximate="tanh") if kind else F.silu(gate)) * up
-    ours = products.gated_linear(x, Operands(pair, [], biases), kind, gate_first)
+    ours = products.gated_linear(x, Operands(pair, [], biases), kind)
     assert ours is not None
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-    alone = products.gated_linear(x[1:, 3:4], Operands(pair, [], biases), kind, gate_first)
+    alone = products.gated_linear(x[1:, 3:4], Operands(pair, [], biases), kind)
     assert alone is not None and torch.equal(alone, ours[1:, 3:4])
 
 
 def test_a_gated_activation_of_a_long_text_follows_torchs_products() -> None:
     x, pair = random(130, 96), [random(64, 96, seed=i) for i in (1, 2)]
-    ours = products.gated_linear(x, Operands(pair, [], []), 0, True)
+    ours = products.gated_linear(x, Operands(pair, [], []), 0)
     torch.testing.assert_close(ours, F.silu(x @ pair[0].T) * (x @ pair[1].T), rtol=1e-4, atol=1e-4)
 
 
@@ -155,7 +153,7 @@ def test_of_no_rows_nothing_is_computed() -> None:
     assert rotated is not None and rotated[0].shape == (0, 3, 4, 32)
     traced = torch.compile(products.linear_rotated, backend="eager", fullgraph=True)(*given)
     assert traced is not None and traced[1].shape == (0, 2, 3, 32)  # type: ignore[union-attr]
-    gated = products.gated_linear(x, Operands(matrices[1:], [], []), 0, True)
+    gated = products.gated_linear(x, Operands(matrices[1:], [], []), 0)
     assert gated is not None and gated.shape == (0, 3, 64)
     sums = products.linear_to_residual(
         x, Operands(matrices[1:2], [], []), random(0, 3, 64), Norm(), Norm(random(64), *FORMULAS["llama"])

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 import decoders
 from decoders.engine.model import kernels, self_check, torch_compat
 from decoders.engine.model.kernels import interpreted, products
-from decoders.engine.model.layout import shared_inputs
+from decoders.engine.model.layout import probe_layout
 from decoders.engine.model.weights import few_rows
 from decoders.engine.model.weights.few_rows import multiply_few_rows
 from decoders.engine.model.weights.layers import FewRowsLinear
@@ -205,7 +205,7 @@ def test_layers_that_read_the_same_input_are_one_product_and_nothing_is_copied(n
     sizes = dict(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
     model = tiny_model(name, num_hidden_layers=1, **sizes).bfloat16()
     twin = share_weights(model)
-    groups = shared_inputs(twin, 1)
+    groups = probe_layout(twin, 1).shared_inputs
     multiply_few_rows(twin, groups)
     own, ours = model.get_decoder().layers[0], share_weights(twin).get_decoder().layers[0]
     attention = [getattr(ours.self_attn, f"{part}_proj") for part in "qkv"]

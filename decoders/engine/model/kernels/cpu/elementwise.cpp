@@ -24,9 +24,9 @@ Tensor product(const Tensor& x, List<Tensor> matrices, List<Tensor> scales, List
     return quantized_linear(x, std::move(matrices), std::move(scales), std::move(biases), digits);
 }
 
-// activation(x @ gate.T) * (x @ up.T). matrices: gate and up if gate_first, else up and gate.
+// activation(x @ gate.T) * (x @ up.T). matrices: gate and up.
 template <class Tensor>
-Tensor gated_linear(Tensor x, List<Tensor> matrices, List<Tensor> scales, List<Tensor> biases, int64_t digits, int64_t kind, bool gate_first) {
+Tensor gated_linear(Tensor x, List<Tensor> matrices, List<Tensor> scales, List<Tensor> biases, int64_t digits, int64_t kind) {
     Tensor both = product(x, std::move(matrices), std::move(scales), std::move(biases), digits);
     STD_TORCH_CHECK(kind == SILU || kind == GELU_TANH, "activation 0 or 1, not ", kind);
     int64_t width = both.size(both.dim() - 1) / 2;
@@ -34,8 +34,8 @@ Tensor gated_linear(Tensor x, List<Tensor> matrices, List<Tensor> scales, List<T
     with_type(both, [&](auto type) {
         using T = decltype(type);
         int64_t rows = width ? out.numel() / width : 0;
-        if (kind == SILU) gated<SILU>(data<T>(both), rows, width, gate_first, data<T>(out), threads());
-        if (kind == GELU_TANH) gated<GELU_TANH>(data<T>(both), rows, width, gate_first, data<T>(out), threads());
+        if (kind == SILU) gated<SILU>(data<T>(both), rows, width, data<T>(out), threads());
+        if (kind == GELU_TANH) gated<GELU_TANH>(data<T>(both), rows, width, data<T>(out), threads());
     });
     return out;
 }
@@ -141,7 +141,7 @@ constexpr int64_t FEW = 64;
 // x: [B, N, H]; reads: x after the first layer's first norm.
 // keys, values, windows, chunks: one entry per layer. sinks, key_scales, value_scales (for int8): one entry per layer, or empty.
 // The other lists have the tensors of one layer after another:
-// matrices: seven per layer: queries, keys, values, the attention's output, gate and up (as in gated_linear), and down.
+// matrices: seven per layer: queries, keys, values, the attention's output, gate, up and down.
 // scales: one per matrix, or empty. biases: matrix i of a layer has a bias if bit i of `biased` is set.
 // norms: up to six per layer: of queries, of keys, of the attention's output, of the first sum, of the feed-forward layer's output, and of
 // the second sum (the next layer's first norm; the last layer may lack it). A layer has norm i if bit i of `normed` is set.
@@ -151,14 +151,14 @@ std::tuple<List<TorchTensor>, TorchTensor> decoder_layers(
     Tensor x, Tensor reads, Tensors matrices, Tensors scales, Tensors biases, int64_t biased, int64_t digits, Tensors norms, int64_t normed,
     double epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensors keys, Tensors values, Tensors key_scales,
     Tensors value_scales, int64_t view, Tensor mask, Tensors sinks, std::vector<int64_t> windows, std::vector<int64_t> chunks, double scale,
-    double softcap, int64_t kind, bool gate_first) {
+    double softcap, int64_t kind) {
     if constexpr (std::is_same_v<Tensor, TorchTensor>) {
         if (x.dim() == 3 && x.size(0) * x.size(1) <= FEW) {
             Tensor own_x = without_gaps(x), own_reads = without_gaps(reads), cosines = without_gaps(cos), sines = without_gaps(sin);
             return decoder_layers(
                 Lent(own_x), Lent(own_reads), lent(matrices), lent(scales), lent(biases), biased, digits, lent(norms), normed, epsilon, one_added,
                 rounded_first, Lent(cosines), Lent(sines), Lent(slots), lent(keys), lent(values), lent(key_scales), lent(value_scales), view,
-                Lent(mask), lent(sinks), std::move(windows), std::move(chunks), scale, softcap, kind, gate_first);
+                Lent(mask), lent(sinks), std::move(windows), std::move(chunks), scale, softcap, kind);
         }
     }
     constexpr size_t OF_PRODUCTS[] = {3, 1, 2, 1}, MATRICES = 7;
@@ -210,7 +210,7 @@ std::tuple<List<TorchTensor>, TorchTensor> decoder_layers(
         for (int step = 0; step < 2; step++) {
             if (step == 1) {
                 auto [m, s, b] = next_factors(2);
-                inner = gated_linear(reads, m, s, b, digits, kind, gate_first);
+                inner = gated_linear(reads, m, s, b, digits, kind);
             }
             auto [m, s, b] = next_factors(2 * step + 1);
             std::optional<Tensor> before = next_norm(2 + 2 * step), after = next_norm(3 + 2 * step, step == 0 || layer + 1 < layers);
@@ -231,13 +231,13 @@ std::tuple<List<TorchTensor>, TorchTensor> decoder_layers(
 
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
     m.def("rms_norm(Tensor x, Tensor weight, float epsilon, bool one_added, bool rounded_first) -> Tensor");
-    m.def("gated_linear(" OPERANDS ", int kind, bool gate_first) -> Tensor");
+    m.def("gated_linear(" OPERANDS ", int kind) -> Tensor");
     m.def("linear_to_residual(" OPERANDS ", Tensor residual, Tensor? before, float before_epsilon, bool before_one_added, "
           "bool before_rounded_first, Tensor? after, float after_epsilon, bool after_one_added, bool after_rounded_first) -> (Tensor, Tensor)");
     m.def("linear_rotated(" OPERANDS ", " TURNS ", int heads, int width) -> (Tensor, Tensor, Tensor)");
     m.def("decoder_layers(Tensor x, Tensor reads, Tensor[] matrices, Tensor[] scales, Tensor[] biases, int biased, int digits, Tensor[] norms, "
           "int normed, float epsilon, bool one_added, bool rounded_first, Tensor cos, Tensor sin, Tensor slots, Tensor(a!)[] keys, Tensor(b!)[] values, "
-          "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, int view, Tensor mask, Tensor[] sinks, int[] windows, int[] chunks, float scale, float softcap, int kind, bool gate_first) -> (Tensor[], Tensor)");
+          "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, int view, Tensor mask, Tensor[] sinks, int[] windows, int[] chunks, float scale, float softcap, int kind) -> (Tensor[], Tensor)");
     m.def("write_to_cache(Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor new_keys, Tensor new_values, Tensor(c!)? key_scales, "
           "Tensor(d!)? value_scales) -> ()");
 }

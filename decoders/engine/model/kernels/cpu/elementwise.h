@@ -67,16 +67,15 @@ inline Vec activated(Vec x) {
     return x * larger(small, zero_where_less(u, zeros(), broadcast(1))) / (1 + small);
 }
 
-// activation(gate) * up, for rows [gate | up] or [up | gate]. x: [rows, 2 * width], out: [rows, width].
+// activation(gate) * up, for rows [gate | up]. x: [rows, 2 * width], out: [rows, width].
 template <int KIND, class T>
-void gated(const T* x, long rows, long width, bool gate_first, T* out, int threads) {
+void gated(const T* x, long rows, long width, T* out, int threads) {
     constexpr long PART = 256;  // how many activations are computed before they are multiplied by `up`
     by_rows(rows, width, threads, [&](long begin, long end) {
         alignas(64) float activations[PART];
         for (long first = begin * width; first < end * width;) {
             const long row = first / width, from = first % width, count = std::min(width - from, PART);
-            const T* gate = x + row * 2 * width + (gate_first ? 0 : width) + from;
-            const T* up = x + row * 2 * width + (gate_first ? width : 0) + from;
+            const T *gate = x + row * 2 * width + from, *up = gate + width;
             long i = 0;
             for (; i + LANES <= count; i += LANES) store(activations + i, activated<KIND>(load(gate + i)));
             if (i < count) {  // the rest, without reading beyond the end
