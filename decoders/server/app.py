@@ -23,7 +23,7 @@ from ..errors import suggest
 from . import chat, completions, responses
 from .answers import Answer, EventStream, gone, settled
 from .bodies import Asked, Body, ChatBody, CompletionBody
-from .limits import CLIENT, SPENT, TOKENS, App, Arrival, Gate, Scope
+from .limits import CLIENT, SPENT, App, Arrival, Gate, Scope
 from .refusals import Refusal, client_gone, parsed
 from .response_bodies import ResponseBody
 from .service import LARGE, Service
@@ -174,7 +174,6 @@ async def _answered(
                 if heavy:
                     await asyncio.sleep(service.pace.delay(request.scope[SPENT]))
         answer: Answer = begun
-        request.scope[TOKENS] = answer.job.tokens
         if answer.body.stream:
             return EventStream(answer, counted)
         await settled(answer, request.receive)

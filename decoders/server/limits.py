@@ -6,18 +6,17 @@ import asyncio
 import hashlib
 import hmac
 import json
-import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CancelledError, DeadlineError
-from .refusals import Refusal, log
+from .refusals import Refusal
 
-#: Names of this server's entries in an ASGI scope: the digest of the request's key, a function that returns the request's token
-#: counts, and the seconds that threads spent on preparing the request.
-CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
+#: Names of this server's entries in an ASGI scope: the digest of the request's key, and the seconds that threads spent on preparing
+#: the request.
+CLIENT, SPENT = "decoders.client", "decoders.spent"
 #: While requests are decoded, answers without new tokens (see :class:`Pace`) may take up to IDLE_SHARE of the server's time, and up to
 #: BURST seconds in a burst.
 IDLE_SHARE, BURST = 0.1, 0.02
@@ -224,7 +223,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        begun, status, size, kept = time.monotonic(), 0, 0, 0  # kept: the part of `size` that counts in `_bytes`
+        status = size = kept = 0  # kept: the part of `size` that counts in `_bytes`
 
         async def counted() -> Message:
             nonlocal size, kept
@@ -259,13 +258,6 @@ class Gate:
             await self._refuse(error, scope, noted)
         finally:
             self._bytes -= kept
-            if log.isEnabledFor(logging.INFO):
-                read, written = scope[TOKENS]() if TOKENS in scope else (0, 0)
-                path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:200]
-                seconds = time.monotonic() - begun
-                log.info(
-                    "%s %s %s, %d + %d tokens, %.3f s", scope["method"], path, status or "gone", read, written, seconds
-                )
 
     async def _hold(self, scope: Scope, status: int, seconds: float) -> None:
         """Delays an answer without new tokens, in proportion to the `seconds` that the server took to compute it."""
