@@ -98,7 +98,7 @@ class Service:
             ClientSettings(limits.client_settings),
         )  # fmt: skip
         self.offered = Offered(model, self.pool)
-        self.metrics = Metrics(self.pool, limits.rows, name)
+        self.metrics = Metrics(self.pool, limits.rows)
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")

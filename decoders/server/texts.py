@@ -119,25 +119,6 @@ class Job:
             },
         }
 
-    def metrics(self) -> dict[str, Any]:
-        """``{"metrics": …}``: the acceptance of drafts in vLLM's form, which AIPerf reads. An empty dict without drafts, or for several
-        choices.
-        """
-        reports = self._reports
-        if len(self.choices) != 1 or not reports or not reports[0].drafted:
-            return {}
-        lengths, drafted, accepted = reports[0].accepted_lengths, reports[0].drafted, reports[0].accepted
-        speculation = {
-            "mean_acceptance_length": reports[0].mean_accepted_length,
-            "draft_acceptance_rate": accepted / drafted,
-            "acceptance_histogram": lengths,
-            "num_spec_steps": sum(lengths),
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafted,
-            "num_spec_tokens": len(lengths) - 1,
-        }
-        return {"metrics": {"speculative_decoding": speculation}}
-
     @property
     def _reports(self) -> list[Report]:
         return [each.generation.report for each in self.choices if each.generation.report is not None]
