@@ -17,8 +17,8 @@ from ..strategies.merged import Merged
 from ..strategy import Strategy
 from .refusals import Refusal, wrong
 
-#: Settings that name files or models, which only the operator may set.
-OPERATORS = ("draft_model", "heads", "head", "table")
+#: Settings that name files or models, or hold settings of other strategies that may do so. Clients can never set them.
+OPERATORS = ("draft_model", "heads", "head", "table", "config", "stage_config")
 
 
 class ClientSettings:
@@ -78,22 +78,6 @@ class ClientSettings:
         return (cls.name, name) in self.named or (self.bounded and _has_bounds(field.annotation, field.metadata))
 
 
-def refuse_files(config: Any, place: str = "strategy_config") -> None:
-    """Raises Refusal if `config` sets a file or a model, or contains a string that looks like a path, at any depth."""
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            if key in OPERATORS and value is not None:
-                message = f"{place}.{key} names a file or a model: only the server's operator may set it, with --set or --assistant"
-                raise Refusal(400, message, param=f"{place}.{key}", code="operators_setting")
-            refuse_files(value, f"{place}.{key}")
-    elif isinstance(config, list):
-        for number, value in enumerate(config):
-            refuse_files(value, f"{place}.{number}")
-    elif isinstance(config, str) and any(mark in config for mark in "/\\~"):
-        message = f"{config!r} looks like a path, and the server reads no files that clients name"
-        raise wrong(place, message, "operators_setting")
-
-
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
     """Yields, for each strategy that has settings in `config`: its class, its settings, and the place of the settings in the body."""
     names = [name.strip() for name in strategy.split("+")]
@@ -121,7 +105,9 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
             f"--client-settings {text}: {strategy!r} has no setting {name!r}. {suggest(name, settings.model_fields)}"
         )
     if name in OPERATORS:
-        raise SettingsError(f"--client-settings {text}: {name} names a file or a model, and clients may never set that")
+        raise SettingsError(
+            f"--client-settings {text}: {name} names a file or a model, or holds settings that may do so"
+        )
     if not equals:
         return (cls.name, name), None
     least, _, most = limits.partition("..")

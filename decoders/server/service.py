@@ -94,10 +94,9 @@ class Service:
         self._stops = tuple(eos) if isinstance(eos, list | tuple) else (eos,) if eos is not None else ()
         self._config = config
         self.pool = SchedulerPool(
-            model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
-            ClientSettings(limits.client_settings),
+            model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options
         )  # fmt: skip
-        self.offered = Offered(model, self.pool)
+        self.offered = Offered(model, self.pool, ClientSettings(limits.client_settings))
         self.metrics = Metrics(self.pool, limits.rows)
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
