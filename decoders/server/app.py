@@ -143,7 +143,7 @@ async def _answered(
 
     def begin(content: bytes) -> B | Answer:
         service.limits.check_values(content)
-        asked = parsed(kind, content, service.limits.list_checks(service.slots))
+        asked = parsed(kind, content)
         service.check(asked)
         body = converted(asked, arrival) if converted is not None else cast(B, asked)
         return body if len(content) <= LARGE and service.takes_long(body) else submit(body)

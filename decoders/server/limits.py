@@ -155,36 +155,10 @@ class Limits:
             message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
             raise Refusal(400, message, code="too_many_values")
 
-    def check_texts(self, count: int, param: str = "n") -> None:
-        """Raises Refusal if a request has more choices (`count`) than the limit allows, or than fit into rows and queue.
-
-        param: the field that the refusal names.
-        """
-        most = min(self.choices, self.queue + self.rows)
-        if count > most:
-            message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
-            raise Refusal(400, message, param=param, code="too_many_choices")
-
     def too_long(self, tokens: str, slots: int) -> Refusal:
         """The refusal of a prompt that is too long. tokens: its number of tokens, as text; slots: size of a row in tokens."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
-
-    def list_checks(self, slots: int) -> dict[str, Callable[[list[Any]], None]]:
-        """Maps each field that holds a list to a function that checks the list's length before its items are validated.
-
-        slots: greatest number of tokens of a row.
-        """
-
-        def prompt(given: list[Any]) -> None:
-            if given and not isinstance(given[0], int):
-                self.check_texts(len(given), "prompt")
-
-        def messages(given: list[Any]) -> None:
-            if len(given) > self.prompt_tokens:
-                raise self.too_long(f"more than {len(given)}", slots)
-
-        return {"prompt": prompt, "messages": messages, "input": messages}
 
 
 def values(content: bytes) -> int:

@@ -52,13 +52,11 @@ class Metrics:
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=registry).set_function(value)
         self._names: set[str] = set()
-        self.seconds = 1.0  # moving mean of the seconds that a request takes
 
     def ended(self, generation: Generation) -> None:
         """Adds the figures of an ended request to the metrics. Called in the decoding thread."""
         now, times = time.monotonic(), generation.times
         self.whole.observe(now - generation.submitted)
-        self.seconds += 0.1 * (now - generation.submitted - self.seconds)
         if generation.waited is not None:
             self.queued.observe(generation.waited)
         last, before = generation.submitted, 0

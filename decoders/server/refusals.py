@@ -11,7 +11,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -110,17 +110,13 @@ def in_words_of_requests(text: str) -> str:
     return text
 
 
-def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
-    """The refusal for `error`. An unexpected error is logged, and the client learns only that an error occurred.
-
-    Args:
-        retry_after: seconds after which a client may retry if the queue was full.
-    """
+def refusal(error: BaseException) -> Refusal:
+    """The refusal for `error`. An unexpected error is logged, and the client learns only that an error occurred."""
     if isinstance(error, Refusal):
         return error
     text = in_words_of_requests(str(error))
     if isinstance(error, QueueFull):
-        return Refusal(429, text, code="queue_full", headers={"Retry-After": str(retry_after)})
+        return Refusal(429, text, code="queue_full", headers={"Retry-After": "2"})
     if isinstance(error, DeadlineError):
         return Refusal(504, text, param="deadline", code="deadline_exceeded")
     if isinstance(error, CancelledError):
@@ -144,17 +140,10 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
 B = TypeVar("B", bound=Asked)
 
 
-def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[Any]], None]] | None = None) -> B:
-    """Parses the body of a request.
-
-    Args:
-        checks: functions that check the length of lists, by field name. They run before the items of the lists are validated.
-
-    Raises:
-        Refusal: the body is no JSON, or a field is unknown, missing or out of range.
-    """
+def parsed(kind: type[B], content: bytes) -> B:
+    """Parses the body of a request. Raises Refusal: the body is no JSON, or a field is unknown, missing or out of range."""
     try:
-        return kind.model_validate_json(content, context=checks)
+        return kind.model_validate_json(content)
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
         raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from ..errors import shortened, suggest
 from .bodies import (
     INSTEAD,
+    MOST_MESSAGES,
     AllowedTools,
     Asked,
     ChatBody,
@@ -121,7 +122,7 @@ class ResponseBody(Asked):
         "response_format": "text.format",
     }
 
-    input: str | Several[dict[str, Any]]
+    input: str | Annotated[Several[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=200)
     max_output_tokens: int | None = Field(None, ge=1)

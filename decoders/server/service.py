@@ -209,8 +209,10 @@ class Service:
 
     def check_count(self, body: Body, prompts: int) -> int:
         """The number of choices that a body asks for. prompts: its number of prompts. Raises Refusal for more choices than allowed."""
-        count = (body.n or 1) * prompts
-        self.limits.check_texts(count)
+        count, most = (body.n or 1) * prompts, min(self.limits.choices, self.limits.queue + self.limits.rows)
+        if count > most:
+            message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
+            raise Refusal(400, message, param="prompt" if prompts > most else "n", code="too_many_choices")
         return count
 
     def seconds(self, body: Body | None = None) -> float:
@@ -291,14 +293,9 @@ class Service:
 
     def refused(self, endpoint: str, error: BaseException) -> Refusal:
         """The refusal for `error`, counted in the metrics."""
-        answer = refusal(error, self.retry_after)
+        answer = refusal(error)
         self.metrics.requests.labels(endpoint, answer.outcome).inc()
         return answer
-
-    @property
-    def retry_after(self) -> int:
-        """An estimate of the seconds (1 to 60) until the queue has room."""
-        return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
 
     def cancel(self) -> None:
         """Cancels all requests, including those that are being prepared. Called in the event loop."""

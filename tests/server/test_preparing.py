@@ -149,15 +149,9 @@ def test_texts_are_counted_before_prompts_are_read(served: Any, service_of: Any,
     assert not read
 
 
-def test_lists_are_counted_before_their_items_are_looked_at(served: Any, service_of: Any) -> None:
-    with served(service_of()) as client:
-        for route, body, code in (
-            (ROUTE, {"prompt": [{}] * 9}, "too_many_choices"),
-            (CHAT, {"messages": [{"role": "nobody"}] * 301}, "context_length_exceeded"),
-            (ROUTE, {"prompt": "a", "metadata": {"a": [[]] * 30_000}}, "too_many_values"),
-        ):
-            response = client.post(route, json=body)
-            assert response.status_code == 400 and response.json()["error"]["code"] == code
+def test_values_are_counted_before_a_body_is_parsed(client: Any) -> None:
+    response = client.post(ROUTE, json={"prompt": "a", "metadata": {"a": [[]] * 30_000}})
+    assert response.status_code == 400 and response.json()["error"]["code"] == "too_many_values"
 
 
 @pytest.mark.parametrize(
