@@ -197,7 +197,13 @@ class Workshop:
         if not hasattr(os, "fork"):
             return task(self.vocabulary)
         content = pickled((task, seconds))
-        answer = self._asked(content, check) or self._asked(content, check, again=True)
+        answer: bytes | None = None
+        for _ in range(2):  # once more if the workshop's process has ended
+            self.begin()
+            assert self._control is not None and self._process is not None
+            answer = exchanged(self._control, content, check)
+            if answer is not None or self._process.poll() is None:
+                break
         if answer is None:
             bounds = f"{self.seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"
             raise GrammarError(f"the grammar takes more than {bounds} of memory: simplify it")
@@ -205,15 +211,6 @@ class Workshop:
         if isinstance(result, Exception):
             raise result
         return result
-
-    def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
-        """The pickled result of a pickled task; None if the fork was killed. again: try only if the workshop's process has ended."""
-        process = self._process
-        if again and process is not None and process.poll() is None:
-            return None
-        self.begin()
-        assert self._control is not None
-        return exchanged(self._control, content, check)
 
 
 def _name(wanted: Wanted) -> str:
