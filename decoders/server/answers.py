@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,8 @@ from .limits import Receive, Scope, Send
 from .refusals import Refusal, client_gone
 from .service import Service
 from .texts import Choice, ChoiceText, Job, Span, Spelling
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -232,31 +234,28 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def settled(answer: Answer, receive: Receive) -> None:
-    """Waits until every choice of an answer has ended and is validated; cancels the choices if the client disconnects.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises the refusal :func:`client_gone`."""
+    working, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait({working, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise client_gone()
+        return await working
+    finally:
+        watch.cancel()
+        working.cancel()
+        await asyncio.gather(working, watch, return_exceptions=True)
 
-    Raises:
-        Refusal: the client disconnected. Errors of the choices are raised as they are.
-    """
 
-    async def ended() -> None:
+async def settled(answer: Answer) -> None:
+    """Waits until every choice of an answer has ended and is validated. Raises the errors of the choices."""
+    try:
         await asyncio.gather(*(choice.generation for choice in answer.job.choices))
         for choice in answer.job.choices:
             if choice.judged:
                 await answer.service.judge(answer.job, choice)
-
-    results: asyncio.Future[Any] = asyncio.ensure_future(ended())
-    # Retrieves the error even if the client is gone, since asyncio logs errors that nobody retrieves.
-    results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
-    try:
-        await asyncio.wait({results, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not results.done():
-            raise client_gone()
-        await results
     finally:
-        watch.cancel()
-        results.cancel()
         answer.job.cancel()
 
 
@@ -323,17 +322,12 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(send))
-        watch = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done():
-                self.on_end(client_gone())
+            await while_connected(receive, self._write(send))
+        except Refusal as error:  # the client is gone
+            self.on_end(error)
         finally:
-            watch.cancel()
-            writing.cancel()
             self.answer.job.cancel()
-            await asyncio.gather(writing, watch, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
         async def body(content: bytes, more: bool = True) -> None:

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from ..errors import suggest
 from . import chat, completions, responses
-from .answers import Answer, EventStream, gone, settled
+from .answers import Answer, EventStream, gone, settled, while_connected
 from .bodies import Asked, Body, ChatBody, CompletionBody
 from .limits import CLIENT, SPENT, App, Arrival, Gate, Scope
 from .refusals import Refusal, client_gone, parsed
@@ -176,7 +176,7 @@ async def _answered(
         answer: Answer = begun
         if answer.body.stream:
             return EventStream(answer, counted)
-        await settled(answer, request.receive)
+        await while_connected(request.receive, settled(answer))
         response = JSONResponse(await service.run(service.threads, answer.whole))
     except ClientDisconnect:  # the client disconnected before its whole body had arrived
         return _refused(refused(client_gone()))
