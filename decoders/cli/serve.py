@@ -127,7 +127,7 @@ def serve(
         int, typer.Option(min=1, help="Maximum number of open connections; further connections get status 503.")
     ] = 512,
     read_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds within which a request's headers, and then its body, must arrive.")
+        float, typer.Option(min=0.001, help="Seconds within which a request, headers and body, must arrive.")
     ] = 20.0,
     max_body: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in bytes.")] = 1 << 20,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of prompt tokens.")] = 3072,

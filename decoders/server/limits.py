@@ -121,7 +121,7 @@ class Limits:
         schedulers: greatest number of strategies that have a scheduler at a time, in addition to the default strategy.
         constrained: greatest number of slow requests (large, with images or with new grammars) that wait to be prepared.
         connections: greatest number of connections at a time.
-        read: seconds within which a request's head has to arrive, and then its body.
+        read: seconds within which a request has to arrive.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
             strategies have learned.
         client_settings: the strategies' settings that a request may set, see

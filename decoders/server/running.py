@@ -64,7 +64,7 @@ class _Bounded(H11Protocol):
 
     Attributes:
         most: greatest number of connections.
-        seconds: time within which a request's head has to arrive, and then its body.
+        seconds: time within which a request has to arrive.
     """
 
     most: int
@@ -75,8 +75,8 @@ class _Bounded(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.most:
             self._end(b"503 Service Unavailable", "there are too many connections")
-            return
-        self._wait()
+        else:
+            self._timer = self.loop.call_later(self.seconds, self._late)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop()
@@ -85,23 +85,17 @@ class _Bounded(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        before = self._phase()
         super().data_received(data)
-        if self.transport.is_closing():
-            return
-        phase = self._phase()
-        if phase != before or phase is None:
+        if self.transport.is_closing() or not self._arriving:
             self._stop()
-        if phase is not None and self._timer is None:
-            self._wait()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self._late)
 
-    def _phase(self) -> object:
-        """h11's state while a part of a request has yet to arrive: IDLE for its head, SEND_BODY for its body; else None."""
+    @property
+    def _arriving(self) -> bool:
+        """Whether a part of a request has arrived, and more of it has yet to arrive."""
         state = self.conn.their_state
-        return state if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]) else None
-
-    def _wait(self) -> None:
-        self._timer = self.loop.call_later(self.seconds, self._late)
+        return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -109,16 +103,10 @@ class _Bounded(H11Protocol):
             self._timer = None
 
     def _late(self) -> None:
-        self._timer = None
-        if self.transport.is_closing():
-            return
-        if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
-            self._wait()  # an earlier request is still being answered, and the next request may wait for the end of that answer
-            return
-        if self._phase() is None:  # no byte of a request has arrived
+        if self._arriving and not self.transport.is_closing():
+            self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} s")
+        else:
             self.transport.close()
-            return
-        self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} s")
 
     def _end(self, status: bytes, message: str) -> None:
         """Sends an error, unless an answer has begun, and closes the connection."""
