@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from ..scheduling import TokenLogprobs
 from .arguments import Stops
 from .bodies import Body
-from .limits import Receive, Scope, Send
 from .refusals import Refusal, client_gone
 from .service import Service
 from .texts import Choice, ChoiceText, Job, Span, Spelling

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import time
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import CancelledError, DeadlineError
 from .refusals import Refusal
@@ -31,14 +32,15 @@ CLOSE = {"Connection": "close"}
 HANDLING, BYTE = 4e-4, 4e-9
 
 
-@dataclass
+@dataclass(eq=False)
 class Arrival:
     """What is known about a request before its body arrives.
 
     Attributes:
         client: digest of the request's key; an empty string without a key.
         moment: when the request arrived, by ``time.monotonic()``.
-        gone: whether the client has disconnected or has been answered, so that threads need not work for it any more.
+        gone: whether the client has disconnected or has been answered, or the server cancels its requests. Threads need not work for it
+            any more.
     """
 
     client: str = ""
@@ -72,13 +74,6 @@ class Arrival:
 def digest(text: str) -> str:
     """A digest of `text` that does not reveal `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Pace:
@@ -184,7 +179,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: App, keys: str | Collection[str] | None, hosts: Collection[str] | None, body: int,
+        self, app: ASGIApp, keys: str | Collection[str] | None, hosts: Collection[str] | None, body: int,
         refused: Callable[[Scope, Refusal], None], busy: Callable[[], bool] = bool,
     ) -> None:  # fmt: skip
         self.app, self.body, self.refused, self.busy = app, body, refused, busy
@@ -223,13 +218,13 @@ class Gate:
 
         try:
             if (problem := self._problem(scope)) is not None:
-                await self._refuse(problem, scope, noted)
-            else:
-                await self.app(scope, counted, noted)
+                raise problem
+            await self.app(scope, counted, noted)
         except Refusal as error:
             if status:
                 raise
-            await self._refuse(error, scope, noted)
+            self.refused(scope, error)
+            await error.response(scope, receive, noted)
         finally:
             self._bytes -= kept
 
@@ -242,14 +237,14 @@ class Gate:
             await asyncio.sleep(delay)
 
     def _problem(self, scope: Scope) -> Refusal | None:
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        host = _name_of(headers.get(b"host", b"").decode("latin-1"))
+        headers = Headers(scope=scope)
+        host = _name_of(headers.get("host", ""))
         if self.hosts is not None and host not in self.hosts:
             known = ", ".join(sorted(self.hosts))
             return Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
         if self.keys and scope["path"] not in OPEN:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            given = given.strip() if kind.lower() == b"bearer" else b""
+            kind, _, bearer = headers.get("authorization", "").partition(" ")
+            given = bearer.strip().encode("latin-1") if kind.lower() == "bearer" else b""
             # Compares with all keys, so that the time of the comparison does not reveal which key matched.
             matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]
             if not matching:
@@ -257,25 +252,17 @@ class Gate:
                 return Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             scope[CLIENT] = matching[0]
         if scope["method"] == "POST":
-            kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            if kind != b"application/json":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
                 return Refusal(415, "send Content-Type: application/json", code="unsupported_media_type")
-            length = headers.get(b"content-length", b"0")
-            if len(length) > 18 or (length.isdigit() and int(length) > self.body):
+            length = headers.get("content-length", "0")
+            if len(length) > 18 or (length.isdecimal() and int(length) > self.body):
                 return self._too_large()
         return None
 
     def _too_large(self) -> Refusal:
         message = f"the body has more than {self.body:,} bytes, the limit of this server"
         return Refusal(413, message, code="body_too_large", headers=CLOSE)
-
-    async def _refuse(self, error: Refusal, scope: Scope, send: Send) -> None:
-        self.refused(scope, error)
-        content = json.dumps(error.body).encode()
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(content)), **error.headers}
-        coded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": error.status, "headers": coded})
-        await send({"type": "http.response.body", "body": content})
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:

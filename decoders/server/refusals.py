@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.responses import JSONResponse
 
 from ..errors import (
     CacheMemoryError,
@@ -62,6 +63,11 @@ class Refusal(Exception):
         """The error in OpenAI's form."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The HTTP response."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
 
     def renamed(self, names: Mapping[str, str]) -> Refusal:
         """This refusal with field names translated by `names`. Names of unknown fields stay as the client wrote them."""

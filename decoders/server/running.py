@@ -19,10 +19,11 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import App, Limits
+from .limits import Limits
 from .service import Service
 
 #: Greatest size in bytes of a request's line and headers.
@@ -139,7 +140,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: App, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0,
+        self, app: ASGIApp, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0,
         log_level: str = "warning",
     ) -> None:  # fmt: skip
         self.service, self.grace, self.hurried = service, grace, False

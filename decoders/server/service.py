@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -67,7 +68,7 @@ class Service:
         keys: number of API keys. Requests of different clients alternate in the queue: with several keys each key counts as a client,
             otherwise each request does.
         draining: whether the server is shutting down, so that new requests are refused.
-        ending: an event that is set when the requests that are left at shutdown are cancelled.
+        arrivals: the requests that are being prepared, and others.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Service:
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
-        self.ending = asyncio.Event()
+        self.arrivals: WeakSet[Arrival] = WeakSet()
         self._long = self.keys = 0
         self.pace = Pace(LONGEST_HOLD)
         self.created, self.draining = int(time.time()), False
@@ -301,7 +302,8 @@ class Service:
 
     def cancel(self) -> None:
         """Cancels all requests, including those that are being prepared. Called in the event loop."""
-        self.ending.set()
+        for arrival in list(self.arrivals):
+            arrival.gone = True
         self.pool.cancel()
 
     def close(self) -> None:
