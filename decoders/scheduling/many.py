@@ -130,7 +130,6 @@ class _Request:
         self.index, self.prompt = index, prompt
         self.generation: Generation | None = None
         self.error: Exception | None = None
-        self.done = False
 
     def submit(self, scheduler: Scheduler, ended: queue.SimpleQueue[_Request]) -> None:
         try:
@@ -142,15 +141,14 @@ class _Request:
                     f"a mapping that stands for a prompt needs the key 'prompt', and has {sorted(map(str, own))}"
                 )
             self.generation = scheduler.submit(own.pop("prompt"), **own)
+            self.generation.add_done_callback(lambda _: ended.put(self))
         except Exception as error:
             self.error = error
-            self._end(ended)
-            return
-        self.generation.add_done_callback(lambda _: self._end(ended))
+            ended.put(self)
 
-    def _end(self, ended: queue.SimpleQueue[_Request]) -> None:
-        self.done = True
-        ended.put(self)
+    @property
+    def done(self) -> bool:
+        return self.generation is None or self.generation.done()
 
     def completion(self, raises: bool) -> Completion:
         generation = self.generation
