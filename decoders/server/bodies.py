@@ -101,8 +101,6 @@ class NamedSchema(Part):
     schema is refused; with ``strict: false`` it is accepted, and the finished text is checked against these rules.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-
     name: str = "schema"
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")

@@ -30,6 +30,7 @@ from .bodies import (
     GrammarFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
+    NamedSchema,
     Part,
     RegexFormat,
     TextFormat,
@@ -55,9 +56,10 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
     if isinstance(wanted, JsonObjectFormat):
         return JsonSchema({"type": "object"}, label="JSON object")
     if isinstance(wanted, JsonSchemaFormat):
-        named = wanted.json_schema
-        schema = named.schema_ if named.schema_ is not None else {"type": "object"}
-        return JsonSchema(schema, strict=named.strict is not False, label=f"JSON schema {named.name!r}")
+        wanted = wanted.json_schema
+    if isinstance(wanted, NamedSchema):
+        schema = wanted.schema_ if wanted.schema_ is not None else {"type": "object"}
+        return JsonSchema(schema, strict=wanted.strict is not False, label=f"JSON schema {wanted.name!r}")
     if isinstance(wanted, RegexFormat):
         return regex(wanted.regex)
     if isinstance(wanted, ChoiceFormat):

@@ -163,14 +163,11 @@ def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
     # A missing field may have been sent under a wrong name, and the error about this name explains more.
     if unknown is not None:
         return unknown
-    first = every[0]["loc"]
-    branch = next((place for place, step in enumerate(first) if _is_label(step)), len(first))
-    alike = [each for each in every if each["loc"][:branch] == first[:branch]]
 
     def progress(error: dict[str, Any]) -> tuple[bool, int, list[int]]:
         return not _is_mismatch(error), len(error["loc"]), [step for step in error["loc"] if isinstance(step, int)]
 
-    return max(alike, key=progress)
+    return max(every, key=progress)
 
 
 def _is_mismatch(error: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from .bodies import (
     Part,
     RegexFormat,
     Several,
+    StreamOptions,
     TextFormat,
     Tool,
     ToolName,
@@ -90,12 +91,6 @@ class FlatChoice(Part):
     tools: list[FlatName] | None = Field(None, max_length=128)
 
 
-class ResponseStreamOptions(Part):
-    """Accepted without effect."""
-
-    include_obfuscation: bool = False
-
-
 class ResponseBody(Asked):
     """``POST /v1/responses``."""
 
@@ -141,7 +136,7 @@ class ResponseBody(Asked):
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None, max_length=16
     )
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: StreamOptions | None = None
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -174,16 +169,9 @@ class ResponseBody(Asked):
         return TurnBody(
             **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
             max_completion_tokens=self.max_output_tokens, tools=[_tool(each) for each in self.tools or ()] or None,
-            tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None,
+            tool_choice=self._choice(), response_format=self.text.format if self.text is not None else None, logprobs=logprobs or None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None, asked=self, items=items, large=large,
         )  # fmt: skip
-
-    def _format(self) -> Any:
-        wanted = self.text.format if self.text is not None else None
-        if not isinstance(wanted, FlatSchemaFormat):
-            return wanted
-        named = wanted.model_dump(exclude={"type"}, by_alias=True)
-        return {"type": "json_schema", "json_schema": named}
 
     def _choice(self) -> Any:
         choice = self.tool_choice
@@ -207,6 +195,7 @@ class TurnBody(ChatBody):
         large: whether earlier requests' items have so many bytes that preparing the request takes long.
     """
 
+    response_format: FlatFormat | None = None  # type: ignore[assignment]
     asked: ResponseBody
     items: list[dict[str, Any]]
     large: bool
