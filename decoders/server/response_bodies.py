@@ -220,11 +220,6 @@ _TEXTS = dict.fromkeys(("input_text", "output_text", "text", "summary_text", "re
 }
 
 
-def of_assistant(item: dict[str, Any]) -> bool:
-    """Whether an item is an assistant's message or a call."""
-    return item.get("role") == "assistant" or item.get("type") == "function_call"
-
-
 def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
     """Converts items to messages. A thought is merged into the assistant's message or call after it, a call into the message before it.
 
@@ -248,7 +243,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
             if role not in ("system", "developer", "user", "assistant"):
                 given = shortened(repr(role))
                 raise wrong(f"{place}.role", f"{given} is no role. Choose from: assistant, developer, system, user")
-            own = {"reasoning_content": thought} if thought and of_assistant(item) else {}
+            own = {"reasoning_content": thought} if thought and role == "assistant" else {}
             messages.append({"role": role, "content": content} | own)
         elif kind == "function_call":
             function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}

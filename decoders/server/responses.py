@@ -16,7 +16,7 @@ from .answers import Growing, TextToken, event
 from .chat import Conversing, submitted
 from .limits import Arrival, values
 from .refusals import Refusal, wrong
-from .response_bodies import ResponseBody, TurnBody, of_assistant
+from .response_bodies import ResponseBody, TurnBody
 from .service import LARGE, Service
 from .texts import Span
 from .turns import Piece, Turn
@@ -66,7 +66,7 @@ class Kept:
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Stores a response of `owner` and the items of its conversation, unless they alone exceed the greatest total size."""
-        kept = KeptResponse(json.dumps(response).encode(), json.dumps(_read(items)).encode())
+        kept = KeptResponse(json.dumps(response).encode(), json.dumps(items).encode())
         if kept.size > self.most:
             return
         client, salt = owner
@@ -99,18 +99,6 @@ class Kept:
                 raise Refusal(404, message, param=param, code=code)
             self._kept[client].move_to_end((salt, id))
             return kept
-
-
-def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `items` without thoughts that no later prompt contains. A prompt contains a thought only directly before a message or
-    call of the assistant.
-    """
-    following = [*items[1:], {}]
-    return [
-        each
-        for each, after in zip(items, following, strict=True)
-        if each.get("type") != "reasoning" or of_assistant(after)
-    ]
 
 
 def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arrival) -> TurnBody:
