@@ -22,20 +22,16 @@ class _Entry:
     """A scheduler and its requests. Each request has a number, its turn. Waiting requests with smaller turns are decoded first.
 
     Attributes:
-        key: the scheduler's strategy and settings, as JSON.
         outstanding: the scheduler's unfinished requests, each with its turn.
         leases: number of requests that are being submitted.
-        used: number of requests that the pool had received when this scheduler received its latest request.
         turn: the greatest turn among the requests that have left the queue.
         turns: the turn of each client's latest request.
     """
 
-    key: str
     strategy: str
     scheduler: Scheduler
     outstanding: dict[Generation, int] = field(default_factory=dict)
     leases: int = 0
-    used: int = 0
     turn: int = 0
     turns: dict[str, int] = field(default_factory=dict)
 
@@ -69,8 +65,7 @@ class SchedulerPool:
         self.default = resolve_strategy(strategy, self.config).name
         self._default_key = _key(self.default, self.config)
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
-        self._count = 0
+        self._entries: dict[str, _Entry] = {}  # by strategy and settings, as JSON; the most recently used comes last
 
     def submit(
         self, strategy: str | None, config: Mapping[str, Any] | None, prompt: list[int], on_done: Callable[[Generation], None],
@@ -111,17 +106,13 @@ class SchedulerPool:
         key = _key(name, settings)
         idle: Scheduler | None = None
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._entries.pop(key, None)
             # If an error outside of any request has ended the scheduler, a new scheduler replaces it.
             if entry is None or not entry.scheduler.alive:
-                self._entries.pop(key, None)
                 if key != self._default_key:
                     idle = self._make_room()
-                entry = self._entries[key] = _Entry(
-                    key, name, self._scheduler(name, settings, key == self._default_key)
-                )
-            self._count += 1
-            entry.used = self._count
+                entry = _Entry(name, self._scheduler(name, settings, key == self._default_key))
+            self._entries[key] = entry
             entry.leases += 1
         if idle is not None:
             idle.close()
@@ -155,19 +146,18 @@ class SchedulerPool:
         Raises:
             Refusal: no scheduler is idle.
         """
-        others = [each for each in self._entries.values() if each.key != self._default_key]
+        others = {key: entry for key, entry in self._entries.items() if key != self._default_key}
         if len(others) < self.most:
             return None
-        resting = [each for each in others if not (each.outstanding or each.leases)]
-        if not resting:
-            busy = ", ".join(sorted({each.strategy for each in others}))
-            message = (
-                f"this server runs at most {amount(self.most, 'strategy', 'strategies')} beside {self.default} at a time; "
-                f"busy: {busy}. Try again later"
-            )
-            raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})
-        entry = min(resting, key=lambda each: each.used)
-        return self._entries.pop(entry.key).scheduler
+        for key, entry in others.items():
+            if not (entry.outstanding or entry.leases):
+                return self._entries.pop(key).scheduler
+        busy = ", ".join(sorted({each.strategy for each in others.values()}))
+        message = (
+            f"this server runs at most {amount(self.most, 'strategy', 'strategies')} beside {self.default} at a time; "
+            f"busy: {busy}. Try again later"
+        )
+        raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})
 
     def _scheduler(self, name: str, settings: dict[str, Any], first: bool) -> Scheduler:
         strategy = resolve_strategy(name, settings)
