@@ -138,14 +138,9 @@ class Limits:
     sharing: bool = True
     client_settings: tuple[str, ...] = ("bounded",)
 
-    @property
-    def most_values(self) -> int:
-        """The greatest number of commas and opening brackets in a body."""
-        return VALUES + 8 * self.prompt_tokens
-
     def check_values(self, content: bytes) -> None:
         """Raises Refusal for a body with more values than any request needs, since a megabyte of brackets takes long to parse."""
-        count, most = values(content), self.most_values
+        count, most = sum(map(content.count, (b",", b"[", b"{"))), VALUES + 8 * self.prompt_tokens
         if count > most:
             message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
             raise Refusal(400, message, code="too_many_values")
@@ -154,11 +149,6 @@ class Limits:
         """The refusal of a prompt that is too long. tokens: its number of tokens, as text; slots: size of a row in tokens."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
-
-
-def values(content: bytes) -> int:
-    """The number of commas and opening brackets in a JSON text, which bounds its number of values."""
-    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 class Gate:

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import shortened
 from .answers import Growing, TextToken, event
 from .chat import Conversing, submitted
-from .limits import Arrival, values
+from .limits import Arrival
 from .refusals import Refusal, wrong
 from .response_bodies import ResponseBody, TurnBody
 from .service import LARGE, Service
@@ -112,7 +112,7 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
         return body.chat([])
     owner = owner_of(arrival, body.cache_salt)
     content = kept.find(owner, previous, "previous_response_id", "previous_response_not_found").items
-    if len(content) > service.limits.body or values(content) > service.limits.most_values:
+    if len(content) > service.limits.body:
         message = (
             f"its conversation is larger than the body of a request may be ({len(content):,} bytes; the limit is "
             f"{service.limits.body:,}): send the items that matter as input"
