@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
-from ..report import GrammarUse, Report, mean_length
+from ..report import GrammarUse, mean_length
 from ..scheduling import TextPieces, special_tokens, unfinished
 from ..scheduling.generation import Generation
 from .arguments import Stops
@@ -83,15 +83,11 @@ class Job:
         for choice in self.choices:
             choice.generation.cancel()
 
-    def tokens(self) -> tuple[int, int]:
-        """The number of prompt tokens (each prompt counts once) and the number of new tokens in all texts."""
-        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
-        return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
-
     def usage(self, thought: int = 0) -> dict[str, Any]:
         """The object in ``usage``: OpenAI's figures, and this package's under ``decoders``. thought: number of tokens in thoughts."""
-        reports = self._reports
-        prompt, new = self.tokens()
+        reports = [each.generation.report for each in self.choices if each.generation.report is not None]
+        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
+        prompt, new = sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
         histograms = (report.accepted_lengths for report in reports)
         lengths = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
         drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
@@ -118,10 +114,6 @@ class Job:
                 "seconds_to_first_token": max((report.time_to_first_token for report in reports), default=0.0),
             },
         }
-
-    @property
-    def _reports(self) -> list[Report]:
-        return [each.generation.report for each in self.choices if each.generation.report is not None]
 
 
 @dataclass(frozen=True)
