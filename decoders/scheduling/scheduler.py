@@ -23,7 +23,7 @@ from ..engine.model.ranks import Ranks
 from ..engine.model.threads import release_threads
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError, amount
 from ..strategy import Strategy
-from .arguments import check_count, check_pause, check_salt, check_turn, own_arguments, prompt_ids
+from .arguments import check_count, check_number, check_salt, own_arguments, prompt_ids
 from .generation import Generation, check_process
 from .lanes import Lanes, copied, reason
 from .queue import Waiting
@@ -72,7 +72,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         for name, value in (("rows", rows), ("slots", slots), ("queue", queue)):
             check_count(name, value)
-        check_pause(longest_pause)
+        check_number("longest_pause", longest_pause, "more than 0 seconds", above=0)
         refuse_misspelt(defaults, Scheduler)
         self._generate = enabled(model, tokenizer)
         self._defaults = own_arguments(defaults)
@@ -126,7 +126,9 @@ class Scheduler:
             SettingsError, InputError: a wrong value. Errors of ``generate`` for the arguments are raised as they are.
         """
         refuse_misspelt(arguments, self.submit)
-        check_turn(priority, deadline)
+        check_number("priority", priority, "a number (higher ones go first, 0 is the default)")
+        if deadline is not None:
+            check_number("deadline", deadline, "a number of seconds from now, or None for no deadline")
         check_salt(cache_salt)
         if top_logprobs is not None:
             check_count("top_logprobs", top_logprobs, least=0)
