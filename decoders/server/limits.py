@@ -207,8 +207,7 @@ class Gate:
             await send(message)
 
         try:
-            if (problem := self._problem(scope)) is not None:
-                raise problem
+            self._check(scope)
             await self.app(scope, counted, noted)
         except Refusal as error:
             if status:
@@ -226,29 +225,29 @@ class Gate:
         if delay and self.busy():
             await asyncio.sleep(delay)
 
-    def _problem(self, scope: Scope) -> Refusal | None:
+    def _check(self, scope: Scope) -> None:
+        """Raises Refusal for a request that must not pass, by its head."""
         headers = Headers(scope=scope)
         host = _name_of(headers.get("host", ""))
         if self.hosts is not None and host not in self.hosts:
             known = ", ".join(sorted(self.hosts))
-            return Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
+            raise Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
         if self.keys and scope["path"] not in OPEN:
             kind, _, bearer = headers.get("authorization", "").partition(" ")
-            given = bearer.strip().encode("latin-1") if kind.lower() == "bearer" else b""
+            given = bearer.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
             # Compares with all keys, so that the time of the comparison does not reveal which key matched.
             matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]
             if not matching:
                 wrong = "the API key is wrong" if given else "Authorization: Bearer KEY is missing"
-                return Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                raise Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             scope[CLIENT] = matching[0]
         if scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                return Refusal(415, "send Content-Type: application/json", code="unsupported_media_type")
+                raise Refusal(415, "send Content-Type: application/json", code="unsupported_media_type")
             length = headers.get("content-length", "0")
             if len(length) > 18 or (length.isdecimal() and int(length) > self.body):
-                return self._too_large()
-        return None
+                raise self._too_large()
 
     def _too_large(self) -> Refusal:
         message = f"the body has more than {self.body:,} bytes, the limit of this server"

@@ -385,3 +385,14 @@ def test_an_application_takes_no_key_one_or_several(service_of: Any, keys: Any, 
     with TestClient(make_app(service_of(), keys, None)) as client:
         assert client.get("/v1/models").status_code == status
         assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_key_may_have_any_letters(service_of: Any) -> None:
+    from fastapi.testclient import TestClient
+
+    from decoders.server.app import make_app
+
+    with TestClient(make_app(service_of(), "voilà", None)) as client:
+        for key, status in (("voilà".encode(), 200), ("voilà ".encode(), 200), (b"voil", 401)):
+            headers = {b"Authorization": b"Bearer " + key}
+            assert client.get("/v1/models", headers=headers).status_code == status
