@@ -123,13 +123,14 @@ def _completions(
             raise failure
 
 
+@dataclass(eq=False)
 class _Request:
     """A prompt that was submitted or refused."""
 
-    def __init__(self, index: int, prompt: Prompt) -> None:
-        self.index, self.prompt = index, prompt
-        self.generation: Generation | None = None
-        self.error: Exception | None = None
+    index: int
+    prompt: Prompt
+    generation: Generation | None = None
+    error: Exception | None = None
 
     def submit(self, scheduler: Scheduler, ended: queue.SimpleQueue[_Request]) -> None:
         try:
