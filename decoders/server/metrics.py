@@ -11,9 +11,6 @@ from ..scheduling.generation import Generation
 from .pool import SchedulerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Greatest number of strategies with a label of their own; further strategies share the label "other". (Clients can merge a few
-#: strategies in thousands of orders.)
-NAMED = 32
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -51,7 +48,6 @@ class Metrics:
         }
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=registry).set_function(value)
-        self._names: set[str] = set()
 
     def ended(self, generation: Generation) -> None:
         """Adds the figures of an ended request to the metrics. Called in the decoding thread."""
@@ -72,17 +68,12 @@ class Metrics:
             return
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         self.reused_tokens.inc(sum(report.reused))
-        name = self._name(report.strategy)
+        # Clients can merge a few strategies in thousands of orders, which share a label.
+        name = "merged" if "+" in report.strategy else report.strategy
         self.tokens.labels(name).inc(before)
         self.drafted.labels(name).inc(report.drafted)
         self.accepted.labels(name).inc(report.accepted)
         self.steps.labels(name).inc(sum(report.accepted_lengths))
-
-    def _name(self, strategy: str) -> str:
-        """The label of a strategy: its name, or "other" if there are too many labels."""
-        if len(self._names) < NAMED:
-            self._names.add(strategy)
-        return strategy if strategy in self._names else "other"
 
     def text(self) -> bytes:
         """All metrics in Prometheus' format."""
