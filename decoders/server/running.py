@@ -23,7 +23,6 @@ from starlette.types import ASGIApp
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import Limits
 from .service import Service
 
 #: Greatest size in bytes of a request's line and headers.
@@ -54,14 +53,8 @@ def most_connections(wanted: int) -> int:
     return most
 
 
-def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """A subclass of uvicorn's h11 protocol with the bounds of `limits`. h11 itself bounds the size of a request's head."""
-    bounds = {"most": most_connections(limits.connections), "seconds": limits.read}
-    return type("BoundedProtocol", (_Bounded,), bounds)
-
-
 class _Bounded(H11Protocol):
-    """uvicorn's h11 protocol with limits.
+    """uvicorn's h11 protocol with limits. h11 itself bounds the size of a request's head.
 
     Attributes:
         most: greatest number of connections.
@@ -144,13 +137,14 @@ class Server(uvicorn.Server):
         log_level: str = "warning",
     ) -> None:  # fmt: skip
         self.service, self.grace, self.hurried = service, grace, False
+        bounds = {"most": most_connections(service.limits.connections), "seconds": service.limits.read}
         # uvicorn warns of every malformed request, so that strangers could fill the log.
         own_level = "error" if log_level == "warning" else log_level
         super().__init__(
             uvicorn.Config(
                 app, host=host, port=port, log_level=own_level, lifespan="on", log_config=logging_of(log_level),
                 timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS, server_header=False, ws="none",
-                http=protocol(service.limits), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
+                http=type("BoundedProtocol", (_Bounded,), bounds), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
             )  # type: ignore[arg-type,unused-ignore]
         )  # fmt: skip
 
