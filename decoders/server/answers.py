@@ -14,7 +14,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
@@ -302,7 +302,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
         answer.job.cancel()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """The HTTP response that streams an answer's events. If the client disconnects, the answer's choices are cancelled.
 
     Args:
@@ -313,35 +313,25 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, answer: Answer, on_end: Callable[[BaseException | None], Refusal | None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.answer, self.on_end = answer, on_end
-        del self.headers["content-length"]
+        self.answer, self.on_end, self.content = answer, on_end, self._content()
+        super().__init__(self.content, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._write(send))
+            async with aclosing(self.content):
+                await while_connected(receive, self.stream_response(send))
         except Refusal as error:  # the client is gone
             self.on_end(error)
         finally:
             self.answer.job.cancel()
 
-    async def _write(self, send: Send) -> None:
-        async def body(content: bytes, more: bool = True) -> None:
-            try:
-                await send({"type": "http.response.body", "body": content, "more_body": more})
-            except OSError as error:  # the connection broke
-                raise client_gone() from error
-
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _content(self) -> AsyncGenerator[bytes]:
         try:
             async with aclosing(events(self.answer)) as stream:
                 async for content in stream:
-                    await body(content)
+                    yield content
         except Exception as error:
             refusal = self.on_end(error)
-            if refusal is not None and refusal.status == 499:
-                return
-            await body(self.answer.error_event(refusal) if refusal is not None else event({}))
+            yield self.answer.error_event(refusal) if refusal is not None else event({})
         else:
             self.on_end(None)
-        await body(b"", more=False)
