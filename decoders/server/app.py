@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -62,7 +63,9 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        content = service.metrics.text()  # a few hundred lines, which is short enough for the event loop
+        content = generate_latest(
+            service.metrics.registry
+        )  # a few hundred lines, which is short enough for the event loop
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.api_route("/v1/models", methods=_READ)

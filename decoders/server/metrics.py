@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..scheduling.generation import Generation
 from .pool import SchedulerPool
@@ -74,7 +74,3 @@ class Metrics:
         self.drafted.labels(name).inc(report.drafted)
         self.accepted.labels(name).inc(report.accepted)
         self.steps.labels(name).inc(sum(report.accepted_lengths))
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' format."""
-        return generate_latest(self.registry)

@@ -14,6 +14,7 @@ import math
 import signal
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -130,7 +131,12 @@ class Server(uvicorn.Server):
         app: the application that :func:`~decoders.server.app.make_app` returned for `service`.
         grace: seconds after SIGTERM or SIGINT in which running requests may finish.
         port: the port; 0 for a free one.
+
+    Attributes:
+        announce: called with the server's URL once it has started.
     """
+
+    announce: Callable[[str], object] = staticmethod(lambda place: None)
 
     def __init__(
         self, app: ASGIApp, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0,
@@ -160,6 +166,12 @@ class Server(uvicorn.Server):
             self.hurried = True
         else:
             super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.bound
+            self.announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True
