@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import secrets
 import time
@@ -149,8 +148,7 @@ class Service:
     def check_name(self, model: str | None) -> None:
         """Raises Refusal if `model` is not the served model."""
         if model is not None and model != self.name:
-            near = " Did you mean it?" if difflib.get_close_matches(model[:200], [self.name], n=1, cutoff=0.4) else ""
-            message = f"there is no model {shortened(repr(model))} here, only {self.name!r}.{near}"
+            message = f"there is no model {shortened(repr(model))} here, only {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     @cached_property
