@@ -179,7 +179,9 @@ class Scheduler:
         """Whether the scheduler's thread runs in this process. The thread ends with :meth:`close`, or with an error outside of any
         request.
         """
-        return self._process == os.getpid() and not self._ended.is_set()
+        return (
+            not self._ended.is_set() and self._process == os.getpid()
+        )  # in this order: at interpreter exit, `os` is gone
 
     @property
     def waiting(self) -> int:
