@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from ..errors import shortened
@@ -144,7 +145,8 @@ class Response(Conversing):
         self.output: list[dict[str, Any]] = []
         self._number = 0  # sequence number of the next event
         self._open: tuple[str, int] | None = None  # kind and number of the growing item
-        self._tokens: list[TextToken] = []  # if log probabilities were requested
+        self._tokens: list[TextToken] = []  # tokens whose log probabilities were not sent yet
+        self._logprobs: list[dict[str, Any]] = []
         self._spans: list[Span] = []
 
     def first_events(self) -> bytes:
@@ -182,6 +184,18 @@ class Response(Conversing):
         self._number += 1
         return event({"type": name, "sequence_number": number, **fields}, name)
 
+    def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
+        """Returns the log probabilities of the unsent tokens in the text with the part number `number`, and marks them as sent."""
+        if not self.body.logprobs:
+            return []
+        own = [turn.part_of(token, ended) == number for token in self._tokens]
+        entries = self.logprobs([*compress(self._tokens, own)])
+        later = (token for token, told in zip(self._tokens, own, strict=True) if not told)
+        begin, _ = turn.places.get(number, (0, 0))
+        self._tokens = [token for token in later if token.begin >= begin]
+        self._logprobs += entries
+        return entries
+
     def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
         """Adds a piece to the growing item or to a new item, and returns the encoded events that say so."""
         content = b""
@@ -196,10 +210,10 @@ class Response(Conversing):
             part = item["content"][0]
             part["text"] += piece.text
             name, more["content_index"] = part["type"], 0
-        if not piece.text:
-            return content
         if piece.kind == "text":
-            more["logprobs"] = []  # they follow when the text has ended
+            more["logprobs"] = self._told(self.turn(growing), piece.number, ended)
+        if not piece.text and not more.get("logprobs"):
+            return content
         return content + self._event(f"{name}.delta", **place, delta=piece.text, **more)
 
     def _begin(self, piece: Piece, growing: Growing) -> bytes:
@@ -215,6 +229,7 @@ class Response(Conversing):
                 part = {"type": "reasoning_text", "text": ""}
                 item = {"id": f"rs_{own}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
             case _:
+                self._logprobs = []
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 item = {
                     "id": f"msg_{own}",
@@ -241,9 +256,7 @@ class Response(Conversing):
         item, index, content = self.output[-1], len(self.output) - 1, b""
         item["status"] = status
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
-        if kind == "text" and self.body.logprobs:
-            entries = self.logprobs([token for token in self._tokens if turn.part_of(token, ended) == number])
-            item["content"][0]["logprobs"] = entries
+        if kind == "text" and (entries := self._told(turn, number, ended)):  # log probabilities of tokens without text
             content = self._event("output_text.delta", **place, content_index=0, delta="", logprobs=entries)
         if kind == "arguments":
             content += self._event(
@@ -251,6 +264,8 @@ class Response(Conversing):
             )
         else:
             part, place = item["content"][0], place | {"content_index": 0}
+            if kind == "text":
+                part["logprobs"] = self._logprobs
             own = {name: part[name] for name in ("text", "logprobs") if name in part}
             content += self._event(f"{part['type']}.done", **place, **own)
             content += self._event("content_part.done", **place, part=part)
