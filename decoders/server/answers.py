@@ -192,7 +192,7 @@ class ChoicesAnswer(Answer):
 
     def whole(self) -> dict[str, Any]:
         choices = [self.complete(choice) for choice in self.job.choices]
-        return self._frame(self.kind, choices) | {"usage": self.usage()}
+        return self._frame(self.kind, choices) | {"usage": self.usage()} | self.job.metrics()
 
     def first_events(self) -> bytes:
         return self._events([part for choice in self.job.choices for part in self.opening(choice)])
@@ -203,7 +203,7 @@ class ChoicesAnswer(Answer):
     def last_events(self) -> bytes:
         if not self.body.includes_usage:
             return _DONE
-        return event(self._frame(self.chunk_kind, []) | {"usage": self.usage()}) + _DONE
+        return event(self._frame(self.chunk_kind, []) | {"usage": self.usage()} | self.job.metrics()) + _DONE
 
     def _events(self, parts: list[dict[str, Any]]) -> bytes:
         more = {"usage": None} if self.body.includes_usage else {}

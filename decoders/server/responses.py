@@ -280,7 +280,7 @@ class Response(Conversing):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             response["completed_at"] = time.time()
-        response |= self.warnings(choice) | self.details(self._spans)
+        response |= self.job.metrics() | self.warnings(choice) | self.details(self._spans)
         if self.body.asked.store is not False:
             owner = owner_of(self.job.arrival, self.body.cache_salt)
             self._kept.keep(owner, response, [*self.body.items, *self.output])

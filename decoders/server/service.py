@@ -97,7 +97,7 @@ class Service:
             model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options
         )  # fmt: skip
         self.offered = Offered(model, self.pool, ClientSettings(limits.client_settings))
-        self.metrics = Metrics(self.pool, limits.rows)
+        self.metrics = Metrics(self.pool, limits.rows, name)
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")

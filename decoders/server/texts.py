@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..constraints import Vocabulary
 from ..errors import UnsupportedError
-from ..report import GrammarUse, mean_length
+from ..report import GrammarUse, Report, mean_length
 from ..scheduling import TextPieces, special_tokens, unfinished
 from ..scheduling.generation import Generation
 from .arguments import Stops
@@ -85,7 +85,7 @@ class Job:
 
     def usage(self, thought: int = 0) -> dict[str, Any]:
         """The object in ``usage``: OpenAI's figures, and this package's under ``decoders``. thought: number of tokens in thoughts."""
-        reports = [each.generation.report for each in self.choices if each.generation.report is not None]
+        reports = self._reports
         prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
         prompt, new = sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
         histograms = (report.accepted_lengths for report in reports)
@@ -114,6 +114,29 @@ class Job:
                 "seconds_to_first_token": max((report.time_to_first_token for report in reports), default=0.0),
             },
         }
+
+    def metrics(self) -> dict[str, Any]:
+        """``{"metrics": …}``: the acceptance of drafts in vLLM's form, which AIPerf reads. An empty dict without drafts, or for several
+        choices.
+        """
+        reports = self._reports
+        if len(self.choices) != 1 or not reports or not reports[0].drafted:
+            return {}
+        lengths, drafted, accepted = reports[0].accepted_lengths, reports[0].drafted, reports[0].accepted
+        speculation = {
+            "mean_acceptance_length": reports[0].mean_accepted_length,
+            "draft_acceptance_rate": accepted / drafted,
+            "acceptance_histogram": lengths,
+            "num_spec_steps": sum(lengths),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": len(lengths) - 1,
+        }
+        return {"metrics": {"speculative_decoding": speculation}}
+
+    @property
+    def _reports(self) -> list[Report]:
+        return [each.generation.report for each in self.choices if each.generation.report is not None]
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,12 @@ def test_greedy_text_is_that_of_generate(
     details = {"reasoning_tokens": 0, "accepted_prediction_tokens": own["accepted"]}
     details["rejected_prediction_tokens"] = own["drafted"] - own["accepted"]
     assert usage["completion_tokens_details"] == details
+    figures, steps = answer["metrics"]["speculative_decoding"], own["steps"]  # as vLLM has them
+    assert figures["acceptance_histogram"] == own["accepted_lengths"] and figures["num_spec_steps"] == steps
+    assert figures["num_draft_tokens"] == own["drafted"] and figures["num_accepted_draft_tokens"] == 20 - steps
+    assert figures["mean_acceptance_length"] == pytest.approx(20 / steps)
+    assert figures["draft_acceptance_rate"] == pytest.approx((20 - steps) / own["drafted"])
+    assert "metrics" not in post(client, strategy="autoregressive") and "metrics" not in post(client, n=2)
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup+ngram"])

@@ -198,9 +198,22 @@ def test_metrics_count_what_happened(served: Any, service_of: Any, wait_until: A
     accepted = found['decoders_accepted_tokens_total{strategy="prompt_lookup"}']
     assert accepted >= usage["decoders"]["accepted"]
     assert accepted + found['decoders_row_steps_total{strategy="prompt_lookup"}'] >= 33 - 2
+    spec = {
+        name: found[f'vllm:spec_decode_num_{name}_total{{model_name="tiny"}}']
+        for name in ("draft_tokens", "accepted_tokens")
+    }
+    assert (
+        spec["draft_tokens"] == found['decoders_draft_tokens_total{strategy="prompt_lookup"}']
+        and spec["accepted_tokens"] == accepted
+    )
+    positions = [
+        value for name, value in found.items() if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total{")
+    ]
+    assert accepted - 2 <= sum(positions) <= accepted and positions == sorted(positions, reverse=True)
     assert found["decoders_time_to_first_token_seconds_count"] == 2
     assert found["decoders_time_between_tokens_seconds_count"] > 0
     assert found["decoders_queue_length"] == found["decoders_rows_in_use"] == 0
+    assert found["decoders_tokens_per_second"] == pytest.approx(3.3)
 
 
 def test_the_event_loop_is_not_held_up_by_long_preparation(served: Any, service_of: Any, monkeypatch: Any) -> None:
