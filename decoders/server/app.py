@@ -24,7 +24,7 @@ from ..errors import suggest
 from . import chat, completions, responses
 from .answers import Answer, EventStream, settled, while_connected
 from .bodies import Asked, Body, ChatBody, CompletionBody
-from .limits import CLIENT, SPENT, Arrival, Gate, Scope
+from .limits import CLIENT, SPENT, TOKENS, Arrival, Gate, Scope
 from .refusals import Refusal, client_gone, parsed
 from .response_bodies import ResponseBody
 from .service import LARGE, Service
@@ -177,6 +177,7 @@ async def _answered(
                 if heavy:
                     await asyncio.sleep(service.pace.delay(request.scope[SPENT]))
         answer: Answer = begun
+        request.scope[TOKENS] = answer.job.tokens
         if answer.body.stream:
             return EventStream(answer, counted)
         await while_connected(request.receive, settled(answer))

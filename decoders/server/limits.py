@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -13,11 +14,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import CancelledError, DeadlineError
-from .refusals import Refusal
+from .refusals import Refusal, log
 
-#: Names of this server's entries in an ASGI scope: the digest of the request's key, and the seconds that threads spent on preparing
-#: the request.
-CLIENT, SPENT = "decoders.client", "decoders.spent"
+#: Names of this server's entries in an ASGI scope: the digest of the request's key, a function that returns the request's token
+#: counts, and the seconds that threads spent on preparing the request.
+CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
 #: While requests are decoded, answers without new tokens (see :class:`Pace`) may take up to IDLE_SHARE of the server's time, and up to
 #: BURST seconds in a burst.
 IDLE_SHARE, BURST = 0.1, 0.02
@@ -182,7 +183,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status = size = kept = 0  # kept: the part of `size` that counts in `_bytes`
+        begun, status, size, kept = time.monotonic(), 0, 0, 0  # kept: the part of `size` that counts in `_bytes`
 
         async def counted() -> Message:
             nonlocal size, kept
@@ -216,6 +217,13 @@ class Gate:
             await error.response(scope, receive, noted)
         finally:
             self._bytes -= kept
+            if log.isEnabledFor(logging.INFO):
+                read, written = scope[TOKENS]() if TOKENS in scope else (0, 0)
+                path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:200]
+                seconds = time.monotonic() - begun
+                log.info(
+                    "%s %s %s, %d + %d tokens, %.3f s", scope["method"], path, status or "gone", read, written, seconds
+                )
 
     async def _hold(self, scope: Scope, status: int, seconds: float) -> None:
         """Delays an answer without new tokens, in proportion to the `seconds` that the server took to compute it."""

@@ -11,10 +11,12 @@ import asyncio
 import copy
 import logging
 import math
+import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -31,7 +33,9 @@ HEAD_BYTES = 32 << 10
 #: Length of the system's accept queue. asyncio accepts up to this many connections at a time; each needs a file descriptor.
 BACKLOG = 64
 #: Number of file descriptors reserved for everything but connections.
-SPARE_DESCRIPTORS = 64
+SPARE_DESCRIPTORS = 32
+#: Seconds between two logs of the same message, for messages that unknown clients can cause.
+SELDOM = 60.0
 
 log = logging.getLogger("decoders.server")
 
@@ -44,11 +48,12 @@ def most_connections(wanted: int) -> int:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else SPARE_DESCRIPTORS
     except ImportError:  # Windows
         return wanted
     if limit == resource.RLIM_INFINITY:
         return wanted
-    most = max(min(wanted, limit - BACKLOG - SPARE_DESCRIPTORS), 1)
+    most = max(min(wanted, limit - used - BACKLOG - SPARE_DESCRIPTORS), 1)
     if most < wanted:
         log.warning("the limit of %d descriptors leaves room for %d connections, not %d", limit, most, wanted)
     return most
@@ -113,12 +118,46 @@ class _Bounded(H11Protocol):
         self.transport.close()
 
 
+class Seldom(logging.Filter):
+    """A log filter that passes the same message at most once in :data:`SELDOM` seconds, for messages that unknown clients can cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, OSError):  # errors such as "no descriptor left" need no traceback
+            record.msg, record.args, record.exc_info = f"{str(record.msg).partition(chr(10))[0]}: {error}", (), None
+        message, now = str(record.msg)[:100], time.monotonic()
+        if now - self._shown.get(message, -SELDOM) < SELDOM:
+            return False
+        if len(self._shown) > 100:
+            self._shown.clear()
+        self._shown[message] = now
+        return True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While the context is open, :class:`Seldom` filters the log of uvicorn and asyncio, which unknown clients can fill."""
+    seldom = Seldom()
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
+    for each in loggers:
+        each.addFilter(seldom)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(seldom)
+
+
 #: Seconds in which cancelled requests may send their last events.
 LAST_WORDS = 5
 
 
 def logging_of(level: str) -> dict[str, Any]:
-    """uvicorn's logging config, extended by this server's logger."""
+    """uvicorn's logging config, extended by this server's logger, which at level "info" logs a line per request."""
     config = copy.deepcopy(LOGGING_CONFIG)
     config["loggers"][log.name] = {"handlers": ["default"], "level": level.upper()}
     return config
@@ -144,11 +183,9 @@ class Server(uvicorn.Server):
     ) -> None:  # fmt: skip
         self.service, self.grace, self.hurried = service, grace, False
         bounds = {"most": most_connections(service.limits.connections), "seconds": service.limits.read}
-        # uvicorn warns of every malformed request, so that strangers could fill the log.
-        own_level = "error" if log_level == "warning" else log_level
         super().__init__(
             uvicorn.Config(
-                app, host=host, port=port, log_level=own_level, lifespan="on", log_config=logging_of(log_level),
+                app, host=host, port=port, log_level=log_level, access_log=False, lifespan="on", log_config=logging_of(log_level),
                 timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS, server_header=False, ws="none",
                 http=type("BoundedProtocol", (_Bounded,), bounds), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
             )  # type: ignore[arg-type,unused-ignore]
@@ -159,6 +196,10 @@ class Server(uvicorn.Server):
         """Address and port, known once the server has started."""
         address = self.servers[0].sockets[0].getsockname()
         return str(address[0]), int(address[1])
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with quiet():
+            await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The second Ctrl-C ends the grace period: clients receive an error. Only the third Ctrl-C closes connections at once."""

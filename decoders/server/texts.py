@@ -83,11 +83,15 @@ class Job:
         for choice in self.choices:
             choice.generation.cancel()
 
+    def tokens(self) -> tuple[int, int]:
+        """The number of prompt tokens, and the number of new tokens so far."""
+        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
+        return sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
+
     def usage(self, thought: int = 0) -> dict[str, Any]:
         """The object in ``usage``: OpenAI's figures, and this package's under ``decoders``. thought: number of tokens in thoughts."""
         reports = self._reports
-        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # n texts share one prompt
-        prompt, new = sum(prompts.values()), sum(len(each.generation.tokens) for each in self.choices)
+        prompt, new = self.tokens()
         histograms = (report.accepted_lengths for report in reports)
         lengths = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
         drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from decoders.server import limits
-from decoders.server.running import HEAD_BYTES, most_connections
+from decoders.server.running import HEAD_BYTES, Seldom, most_connections, quiet
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -114,11 +115,25 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch: pytest.Monk
     assert most_connections(3) == 3
 
 
-def test_what_strangers_bring_about_is_not_logged(served: Any, service_of: Any, capfd: Any) -> None:
-    with served(service_of()) as client, connected(client) as connection:
-        sent(connection, b"\x00\x01\r\n\r\n")
-        assert answer(connection)[:12] == b"HTTP/1.1 400"
-    assert not capfd.readouterr().err
+def test_what_strangers_bring_about_is_logged_once(served: Any, service_of: Any, caplog: Any) -> None:
+    with served(service_of()) as client:
+        for _ in range(20):
+            with connected(client) as connection:
+                sent(connection, b"\x00\x01\r\n\r\n")
+                assert answer(connection)[:12] == b"HTTP/1.1 400"
+    assert len([record for record in caplog.records if "Invalid HTTP" in record.getMessage()]) <= 1
+    assert not any(isinstance(each, Seldom) for each in logging.getLogger("uvicorn.error").filters)
+
+
+def test_running_out_of_descriptors_is_a_line(caplog: Any) -> None:
+    with quiet(), contextlib.closing(asyncio.new_event_loop()) as loop:
+        for _ in range(3):
+            error = OSError(24, "Too many open files")
+            context = {"message": "socket.accept() out of system resource", "exception": error, "socket": "s"}
+            loop.call_exception_handler(context)
+    (record,) = caplog.records
+    assert record.getMessage() == "socket.accept() out of system resource: [Errno 24] Too many open files"
+    assert not record.exc_info
 
 
 def test_answers_without_tokens_are_held_back_while_others_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
