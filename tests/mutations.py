@@ -524,8 +524,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a-client-that-leaves-keeps-its-row", "decoders/server/answers.py",
-        "await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)",
-        "await asyncio.wait({writing})",
+        "await asyncio.wait({working, watch}, return_when=asyncio.FIRST_COMPLETED)",
+        "await asyncio.wait({working})",
         ("server/test_running.py",),
     ),
     Mutation(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DecodersError, SettingsError, installing
+from ..errors import SettingsError, UnsupportedError, installing
 from .console import plain_console, waiting
 from .models import (
     DTYPE,
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 #: Environment variable that holds the API keys if ``--api-key`` is not given.
 VARIABLE = "DECODERS_API_KEY"
-
-
-class ServerExtraError(DecodersError, ImportError):
-    """A package that the server needs is not installed."""
 
 
 def serve(
@@ -112,8 +108,8 @@ def serve(
         list[str] | None,
         typer.Option(
             show_default="bounded",
-            help="Strategy settings that clients may set: bounded (switches, choices, and numbers with limits), none, "
-            "STRATEGY.SETTING or STRATEGY.SETTING=MIN..MAX. Repeatable.",
+            help="Strategy settings that clients may set: bounded (switches, choices, and numbers with limits), none or "
+            "STRATEGY.SETTING. Repeatable.",
         ),
     ] = None,
     sharing: Annotated[
@@ -127,7 +123,7 @@ def serve(
         int, typer.Option(min=1, help="Maximum number of open connections; further connections get status 503.")
     ] = 512,
     read_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds within which a request's headers, and then its body, must arrive.")
+        float, typer.Option(min=0.001, help="Seconds within which a request, headers and body, must arrive.")
     ] = 20.0,
     max_body: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in bytes.")] = 1 << 20,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of prompt tokens.")] = 3072,
@@ -199,8 +195,10 @@ def serve(
     server = Server(
         make_app(service, keys, hosts_of(host, allow_host or [])), service, host=host, port=port, grace=grace, log_level=log_level,
     )  # fmt: skip
+    server.announce = lambda place: console.print(
+        f"{service.name} at {place}/v1, a page to try it at {place}/", soft_wrap=True
+    )
     set_aside()
-    _announce(server, service.name, console)
     # After the server has ended because of a signal, uvicorn sends the same signal to this process again.
     signal.signal(signal.SIGTERM, _leave)
     with suppress(KeyboardInterrupt):
@@ -253,13 +251,13 @@ def _markers(given: str) -> tuple[str, str]:
 
 
 def check_installed() -> None:
-    """Raises ServerExtraError if a package that the server needs is not installed."""
+    """Raises UnsupportedError if a package that the server needs is not installed."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ServerExtraError(f"{error.name} is not installed: {installing('serve')}") from error
+        raise UnsupportedError(f"{error.name} is not installed: {installing('serve')}") from error
 
 
 def _corpus(path: Path) -> list[Content]:
@@ -275,18 +273,3 @@ def _corpus(path: Path) -> list[Content]:
     if not contents:
         raise SettingsError(f"--suffix-corpus {path}: there is no text in it")
     return contents
-
-
-def _announce(server: Any, name: str, console: Any) -> None:
-    """Makes `server` print its address once it has started."""
-    startup = server.startup
-
-    async def announced(sockets: Any = None) -> None:
-        await startup(sockets)
-        if server.started:
-            host, port = server.bound
-            shown = f"[{host}]" if ":" in host else host
-            where = f"http://{shown}:{port}"
-            console.print(f"{name} at {where}/v1, a page to try it at {where}/", soft_wrap=True)
-
-    server.startup = announced

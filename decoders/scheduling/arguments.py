@@ -41,18 +41,10 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise SettingsError(f"{name} must be a whole number from {least} up, not {value!r}")
 
 
-def check_pause(value: Any) -> None:
-    """Raises SettingsError unless `value` is a positive number of seconds."""
-    if not _is_number(value) or value <= 0:
-        raise SettingsError(f"longest_pause must be more than 0 seconds, not {value!r}")
-
-
-def check_turn(priority: Any, deadline: Any) -> None:
-    """Raises SettingsError unless `priority` is a number, and `deadline` a number or None."""
-    if not _is_number(priority):
-        raise SettingsError(f"priority must be a number (higher ones go first, 0 is the default), not {priority!r}")
-    if deadline is not None and not _is_number(deadline):
-        raise SettingsError(f"deadline must be a number of seconds from now, or None for no deadline, not {deadline!r}")
+def check_number(name: str, value: Any, wanted: str, above: float = -math.inf) -> None:
+    """Raises SettingsError, which says what is `wanted`, unless `value` is a number greater than `above`."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > above:
+        raise SettingsError(f"{name} must be {wanted}, not {value!r}")
 
 
 def check_salt(value: Any) -> None:
@@ -94,7 +86,3 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
     if not ids.numel():
         raise ContextLengthError("the prompt is empty: give it at least one token (the BOS token, say)")
     return ids.reshape(1, -1)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)

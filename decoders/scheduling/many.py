@@ -17,7 +17,7 @@ from ..errors import InputError, SettingsError, UnsupportedError
 from ..report import Report
 from ..strategy import Strategy
 from .arguments import check_count
-from .generation import Generation
+from .generation import Generation, check_process
 from .scheduler import Scheduler
 
 #: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for it alone. An exception is the error
@@ -112,7 +112,7 @@ def _completions(
                 if ordered:
                     line.append(request)
             if running:
-                scheduler._check_process()  # a forked child would wait forever
+                check_process(scheduler._process)  # a forked child would wait forever
                 request = ended.get()
                 running -= 1
                 if not ordered:
@@ -123,14 +123,14 @@ def _completions(
             raise failure
 
 
+@dataclass(eq=False)
 class _Request:
     """A prompt that was submitted or refused."""
 
-    def __init__(self, index: int, prompt: Prompt) -> None:
-        self.index, self.prompt = index, prompt
-        self.generation: Generation | None = None
-        self.error: Exception | None = None
-        self.done = False
+    index: int
+    prompt: Prompt
+    generation: Generation | None = None
+    error: Exception | None = None
 
     def submit(self, scheduler: Scheduler, ended: queue.SimpleQueue[_Request]) -> None:
         try:
@@ -142,15 +142,14 @@ class _Request:
                     f"a mapping that stands for a prompt needs the key 'prompt', and has {sorted(map(str, own))}"
                 )
             self.generation = scheduler.submit(own.pop("prompt"), **own)
+            self.generation.add_done_callback(lambda _: ended.put(self))
         except Exception as error:
             self.error = error
-            self._end(ended)
-            return
-        self.generation.add_done_callback(lambda _: self._end(ended))
+            ended.put(self)
 
-    def _end(self, ended: queue.SimpleQueue[_Request]) -> None:
-        self.done = True
-        ended.put(self)
+    @property
+    def done(self) -> bool:
+        return self.generation is None or self.generation.done()
 
     def completion(self, raises: bool) -> Completion:
         generation = self.generation

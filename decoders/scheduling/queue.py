@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import math
 
@@ -18,39 +18,37 @@ class Waiting:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Generation]] = []
+        self._entries: list[tuple[int, int, Generation]] = []
         self._serial = itertools.count()
         self.expiry = math.inf
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._entries)
 
     def put(self, generation: Generation, priority: int) -> None:
-        heapq.heappush(self._heap, (-priority, next(self._serial), generation))
+        bisect.insort(self._entries, (-priority, next(self._serial), generation))
         self.expiry = min(self.expiry, generation.expires)
 
     def next(self) -> Generation:
         """Removes the next request, and returns it."""
-        return heapq.heappop(self._heap)[2]
+        return self._entries.pop(0)[2]
 
     def remove(self, generation: Generation) -> bool:
         """Removes a request; returns whether it was in the queue."""
-        place = next((i for i, entry in enumerate(self._heap) if entry[2] is generation), None)
+        place = next((i for i, entry in enumerate(self._entries) if entry[2] is generation), None)
         if place is not None:
-            del self._heap[place]
-            heapq.heapify(self._heap)
+            del self._entries[place]
         return place is not None
 
     def take_over(self, now: float) -> list[Generation]:
         """Removes and returns the requests that were cancelled or whose deadline has passed."""
-        over = [entry[2] for entry in self._heap if is_over(entry[2], now)]
-        self._heap = [entry for entry in self._heap if not is_over(entry[2], now)]
-        heapq.heapify(self._heap)
-        self.expiry = min((entry[2].expires for entry in self._heap), default=math.inf)
+        over = [entry[2] for entry in self._entries if is_over(entry[2], now)]
+        self._entries = [entry for entry in self._entries if not is_over(entry[2], now)]
+        self.expiry = min((entry[2].expires for entry in self._entries), default=math.inf)
         return over
 
     def all(self) -> list[Generation]:
-        return [entry[2] for entry in self._heap]
+        return [entry[2] for entry in self._entries]
 
     def clear(self) -> None:
-        self._heap.clear()
+        self._entries.clear()

@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from ..scheduling import TokenLogprobs
 from .arguments import Stops
 from .bodies import Body
-from .limits import Receive, Scope, Send
 from .refusals import Refusal, client_gone
 from .service import Service
 from .texts import Choice, ChoiceText, Job, Span, Spelling
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,9 @@ class Growing:
     """
 
     def __init__(
-        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Stops, spelling: Spelling | None,
-        special: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
-        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
+        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Stops, spelling: Spelling | None
+    ) -> None:
+        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt), 0
         self._spelling = spelling
         # Tokens that `read` has not returned yet, and the number of the choice's tokens whose place in the text is known.
         self._tokens, self._settled = list[TextToken](), 0
@@ -116,10 +117,7 @@ class Answer(ABC):
 
     Attributes:
         job: the client's request.
-        special: special tokens whose names are written into the text, because markers of thoughts or function calls contain them.
     """
-
-    special: frozenset[int] = frozenset()
 
     def __init__(self, service: Service, body: Body, job: Job) -> None:
         self.service, self.body, self.job = service, body, job
@@ -128,7 +126,7 @@ class Answer(ABC):
 
     def growing(self, choice: Choice) -> Growing:
         """A new :class:`Growing` for `choice`."""
-        return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
+        return Growing(choice, self.tokenizer, self.job.stops, self._spelling)
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -232,31 +230,28 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def settled(answer: Answer, receive: Receive) -> None:
-    """Waits until every choice of an answer has ended and is validated; cancels the choices if the client disconnects.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises the refusal :func:`client_gone`."""
+    working, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait({working, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise client_gone()
+        return await working
+    finally:
+        watch.cancel()
+        working.cancel()
+        await asyncio.gather(working, watch, return_exceptions=True)
 
-    Raises:
-        Refusal: the client disconnected. Errors of the choices are raised as they are.
-    """
 
-    async def ended() -> None:
+async def settled(answer: Answer) -> None:
+    """Waits until every choice of an answer has ended and is validated. Raises the errors of the choices."""
+    try:
         await asyncio.gather(*(choice.generation for choice in answer.job.choices))
         for choice in answer.job.choices:
             if choice.judged:
                 await answer.service.judge(answer.job, choice)
-
-    results: asyncio.Future[Any] = asyncio.ensure_future(ended())
-    # Retrieves the error even if the client is gone, since asyncio logs errors that nobody retrieves.
-    results.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    watch: asyncio.Future[Any] = asyncio.ensure_future(gone(receive))
-    try:
-        await asyncio.wait({results, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not results.done():
-            raise client_gone()
-        await results
     finally:
-        watch.cancel()
-        results.cancel()
         answer.job.cancel()
 
 
@@ -307,7 +302,7 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
         answer.job.cancel()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """The HTTP response that streams an answer's events. If the client disconnects, the answer's choices are cancelled.
 
     Args:
@@ -318,40 +313,25 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, answer: Answer, on_end: Callable[[BaseException | None], Refusal | None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.answer, self.on_end = answer, on_end
-        del self.headers["content-length"]
+        self.answer, self.on_end, self.content = answer, on_end, self._content()
+        super().__init__(self.content, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(send))
-        watch = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done():
-                self.on_end(client_gone())
+            async with aclosing(self.content):
+                await while_connected(receive, self.stream_response(send))
+        except Refusal as error:  # the client is gone
+            self.on_end(error)
         finally:
-            watch.cancel()
-            writing.cancel()
             self.answer.job.cancel()
-            await asyncio.gather(writing, watch, return_exceptions=True)
 
-    async def _write(self, send: Send) -> None:
-        async def body(content: bytes, more: bool = True) -> None:
-            try:
-                await send({"type": "http.response.body", "body": content, "more_body": more})
-            except OSError as error:  # the connection broke
-                raise client_gone() from error
-
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _content(self) -> AsyncGenerator[bytes]:
         try:
             async with aclosing(events(self.answer)) as stream:
                 async for content in stream:
-                    await body(content)
+                    yield content
         except Exception as error:
             refusal = self.on_end(error)
-            if refusal is not None and refusal.status == 499:
-                return
-            await body(self.answer.error_event(refusal) if refusal is not None else event({}))
+            yield self.answer.error_event(refusal) if refusal is not None else event({})
         else:
             self.on_end(None)
-        await body(b"", more=False)

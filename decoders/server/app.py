@@ -16,14 +16,15 @@ from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..errors import suggest
 from . import chat, completions, responses
-from .answers import Answer, EventStream, gone, settled
+from .answers import Answer, EventStream, settled, while_connected
 from .bodies import Asked, Body, ChatBody, CompletionBody
-from .limits import CLIENT, SPENT, TOKENS, App, Arrival, Gate, Scope
+from .limits import CLIENT, SPENT, TOKENS, Arrival, Gate, Scope
 from .refusals import Refusal, client_gone, parsed
 from .response_bodies import ResponseBody
 from .service import LARGE, Service
@@ -34,7 +35,7 @@ _READ = ["GET", "HEAD"]
 _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses")
 
 
-def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> App:
+def make_app(service: Service, keys: str | Collection[str] | None = None, hosts: Collection[str] | None = None) -> Gate:
     """The ASGI application, which closes `service` at shutdown. keys, hosts: see :class:`~decoders.server.limits.Gate`."""
 
     @asynccontextmanager
@@ -62,7 +63,9 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        content = service.metrics.text()  # a few hundred lines, which is short enough for the event loop
+        content = generate_latest(
+            service.metrics.registry
+        )  # a few hundred lines, which is short enough for the event loop
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.api_route("/v1/models", methods=_READ)
@@ -74,7 +77,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
         try:
             service.check_name(name)
         except Refusal as error:
-            return _refused(error)
+            return error.response
         return JSONResponse(_card(service))
 
     @app.post("/v1/completions")
@@ -101,7 +104,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
                 return Response(kept.find(owner, name).response, media_type="application/json")
             kept.delete(owner, name)
         except Refusal as error:
-            return _refused(error)
+            return error.response
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     @app.exception_handler(HTTPException)
@@ -109,10 +112,10 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
         path = request.url.path
         if error.status_code == 404:
             message = f"there is nothing at {path}. {suggest(path, _ROUTES)}"
-            return _refused(Refusal(404, message, code="unknown_route"))
+            return Refusal(404, message, code="unknown_route").response
         allowed = (error.headers or {}).get("Allow")
         message = f"{request.method} {path}: {f'this route takes {allowed}' if allowed else error.detail}"
-        return _refused(Refusal(error.status_code, message, headers=error.headers))
+        return Refusal(error.status_code, message, headers=error.headers).response
 
     def refused(scope: Scope, error: Refusal) -> None:
         service.refused(_endpoint(scope["path"]), error)
@@ -143,7 +146,7 @@ async def _answered(
 
     def begin(content: bytes) -> B | Answer:
         service.limits.check_values(content)
-        asked = parsed(kind, content, service.limits.list_checks(service.slots))
+        asked = parsed(kind, content)
         service.check(asked)
         body = converted(asked, arrival) if converted is not None else cast(B, asked)
         return body if len(content) <= LARGE and service.takes_long(body) else submit(body)
@@ -177,12 +180,12 @@ async def _answered(
         request.scope[TOKENS] = answer.job.tokens
         if answer.body.stream:
             return EventStream(answer, counted)
-        await settled(answer, request.receive)
+        await while_connected(request.receive, settled(answer))
         response = JSONResponse(await service.run(service.threads, answer.whole))
     except ClientDisconnect:  # the client disconnected before its whole body had arrived
-        return _refused(refused(client_gone()))
+        return refused(client_gone()).response
     except Exception as error:
-        return _refused(refused(error))
+        return refused(error).response
     counted(None)
     return response
 
@@ -193,17 +196,15 @@ async def _prepared(
     """Runs `work` in a thread of `pool` and returns its result. Adds the thread's seconds to :data:`SPENT` of `request`.
 
     Raises:
-        Refusal: before `work` ended, the client disconnected, or the server cancelled its requests to shut down. DeadlineError: the
-            request's `seconds` passed before `work` ended. Errors of `work` are raised as they are.
+        Refusal: the client disconnected before `work` ended. CancelledError: the server cancelled its requests to shut down.
+            DeadlineError: the request's `seconds` passed before `work` ended. Errors of `work` are raised as they are.
     """
-
-    todo = [work]
 
     def unless_given_up() -> Any:
         arrival.check(seconds)
         started = time.thread_time()
         try:
-            return todo.pop()()
+            return work()
         finally:
             request.scope[SPENT] = request.scope.get(SPENT, 0.0) + time.thread_time() - started
 
@@ -212,27 +213,20 @@ async def _prepared(
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
+    async def worked() -> Any:
+        return await asyncio.shield(working)
+
     working = asyncio.ensure_future(service.run(pool, unless_given_up))
-    watch, ending = asyncio.ensure_future(gone(request.receive)), asyncio.ensure_future(service.ending.wait())
-    left = max(arrival.left(seconds), 0)
+    service.arrivals.add(arrival)
     try:
-        await asyncio.wait({working, watch, ending}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        if watch.done():
-            raise client_gone()
-        raise service.shutting_down() if ending.done() else arrival.late(seconds)
+        async with asyncio.timeout(max(arrival.left(seconds), 0)):
+            return await while_connected(request.receive, worked())
+    except TimeoutError as error:
+        raise arrival.late(seconds) from error
     finally:
-        watch.cancel()
-        ending.cancel()
         if not working.done():
             arrival.gone = True
-            todo.clear()  # frees the body if the work has not begun
             working.add_done_callback(dropped)
-
-
-def _refused(error: Refusal) -> JSONResponse:
-    return JSONResponse(error.body, error.status, headers=error.headers)
 
 
 def _endpoint(path: str) -> str:

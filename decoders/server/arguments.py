@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,26 +28,15 @@ LEAST_TEMPERATURE = 1e-5
 
 def sampling(body: Body, model: PreTrainedModel) -> dict[str, Any]:
     """The sampling arguments of ``generate`` for a body. Values that the body leaves out come from the model's generation config."""
-    given = [value for value in (body.temperature, body.top_p, body.top_k, body.min_p) if value is not None]
     more = {"repetition_penalty": body.repetition_penalty} if body.repetition_penalty not in (None, 1) else {}
+    named = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "min_p": body.min_p}
+    given = {name: value for name, value in named.items() if value is not None}
     if not given:
         return more
-    if body.temperature is not None and body.temperature < LEAST_TEMPERATURE:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None, **more}
-    own: GenerationConfig = model.generation_config
-
-    def first(value: Any, configured: Any, otherwise: Any) -> Any:
-        return next(each for each in (value, configured, otherwise) if each is not None)
-
-    top_k = first(body.top_k, own.top_k, 0)
-    options = {
-        "do_sample": True,
-        "temperature": first(body.temperature, own.temperature, 1.0),
-        "top_k": max(top_k, 0),  # without this argument, transformers would take 50
-        "top_p": first(body.top_p, own.top_p, 1.0),
-    }
-    min_p = first(body.min_p, own.min_p, 0.0)
-    return options | ({"min_p": min_p} if min_p else {}) | more
+    if given.get("temperature", 1) < LEAST_TEMPERATURE:
+        return {"do_sample": False, **dict.fromkeys(named), **more}
+    top_k = given.get("top_k", model.generation_config.top_k or 0)
+    return {"do_sample": True, **given, "top_k": max(top_k, 0), **more}  # without top_k, transformers would take 50
 
 
 @dataclass(frozen=True)
@@ -57,24 +45,19 @@ class Stops:
 
     Attributes:
         strings: the stop strings.
-        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings contains the names
-            of these special tokens, and of no others.
+        special: special tokens whose names are part of the text, because stop strings or markers (of thoughts or calls) contain them.
     """
 
     strings: tuple[str, ...] = ()
     special: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(strings: Iterable[str], special: Mapping[str, int]) -> Stops:
+    def of(strings: Iterable[str], special: Mapping[str, int], markers: Iterable[str] = ()) -> Stops:
         """The :class:`Stops` for `strings`. special: the model's special tokens by name."""
         strings = tuple(strings)
-        return Stops(strings, named_tokens(special, strings))
-
-
-def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
-    """The ids of special tokens with a full name that occurs in one of the `texts`. special: token ids by name."""
-    texts = tuple(texts)
-    return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
+        texts = (*strings, *markers)
+        named = (token for name, token in special.items() if name and any(name in text for text in texts))
+        return Stops(strings, frozenset(named))
 
 
 def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: Stops) -> dict[str, Any]:

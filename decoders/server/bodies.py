@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 #: Fields that OpenAI or other servers accept and this server refuses, each with what the client can do instead.
@@ -47,6 +47,8 @@ SHAPES = {
 
 #: Greatest number of fields of an object in a body. An object with more fields is refused before its fields are validated.
 MOST_FIELDS = 200
+#: Greatest number of messages or items of a conversation in a body. Validating a megabyte of them would take long.
+MOST_MESSAGES = 10_000
 T = TypeVar("T")
 #: A list that is validated up to its first wrong item only: reporting a megabyte of wrong items would take seconds.
 Several = Annotated[list[T], Field(fail_fast=True)]
@@ -98,8 +100,6 @@ class NamedSchema(Part):
     """A JSON schema with a name. Without ``schema``, any object is allowed. If a grammar cannot express some of the schema's rules, the
     schema is refused; with ``strict: false`` it is accepted, and the finished text is checked against these rules.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     name: str = "schema"
     description: str | None = None
@@ -182,15 +182,10 @@ class Asked(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_no_ops(cls, given: Any, info: ValidationInfo) -> Any:
-        """Checks the lengths of lists, then drops fields with a value that has no effect. The validation context holds the checks:
-        functions by field name.
-        """
+    def _without_no_ops(cls, given: Any) -> Any:
+        """Drops fields with a value that has no effect."""
         if not isinstance(given, dict):
             return given
-        for name, check in (info.context or {}).items():
-            if isinstance(given.get(name), list):
-                check(given[name])
         no_ops = NO_OPS | {"best_of": given.get("n") or 1}
         return {name: value for name, value in given.items() if name not in no_ops or value != no_ops[name]}
 
@@ -317,7 +312,7 @@ class ChatBody(Body):
     instead: ClassVar[dict[str, str]] = INSTEAD | {"prompt": "send it to /v1/completions, or as messages"}
     names: ClassVar[dict[str, str]] = {"prompt": "messages"}
 
-    messages: Several[Message] = Field(min_length=1)
+    messages: Several[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -21,7 +21,7 @@ from ..constraints import (
     regex,
     spec_of_library,
 )
-from ..errors import GrammarError
+from ..errors import GrammarError, UnknownNameError
 from ..prompts.templates import CallStyle
 from .bodies import (
     Body,
@@ -30,6 +30,7 @@ from .bodies import (
     GrammarFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
+    NamedSchema,
     Part,
     RegexFormat,
     TextFormat,
@@ -43,11 +44,11 @@ def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
     """The grammar of a ``response_format``; None for free text.
 
     Raises:
-        Refusal: the schema, pattern or grammar in the format is invalid.
+        Refusal: the schema, pattern or grammar in the format is invalid, or the library has no grammar of its name.
     """
     try:
         return _spec(wanted)
-    except GrammarError as error:
+    except (GrammarError, UnknownNameError) as error:
         raise refusal(error) from error
 
 
@@ -55,9 +56,10 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
     if isinstance(wanted, JsonObjectFormat):
         return JsonSchema({"type": "object"}, label="JSON object")
     if isinstance(wanted, JsonSchemaFormat):
-        named = wanted.json_schema
-        schema = named.schema_ if named.schema_ is not None else {"type": "object"}
-        return JsonSchema(schema, strict=named.strict is not False, label=f"JSON schema {named.name!r}")
+        wanted = wanted.json_schema
+    if isinstance(wanted, NamedSchema):
+        schema = wanted.schema_ if wanted.schema_ is not None else {"type": "object"}
+        return JsonSchema(schema, strict=wanted.strict is not False, label=f"JSON schema {wanted.name!r}")
     if isinstance(wanted, RegexFormat):
         return regex(wanted.regex)
     if isinstance(wanted, ChoiceFormat):

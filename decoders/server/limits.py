@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import CancelledError, DeadlineError
 from .refusals import Refusal, log
@@ -32,14 +33,15 @@ CLOSE = {"Connection": "close"}
 HANDLING, BYTE = 4e-4, 4e-9
 
 
-@dataclass
+@dataclass(eq=False)
 class Arrival:
     """What is known about a request before its body arrives.
 
     Attributes:
         client: digest of the request's key; an empty string without a key.
         moment: when the request arrived, by ``time.monotonic()``.
-        gone: whether the client has disconnected or has been answered, so that threads need not work for it any more.
+        gone: whether the client has disconnected or has been answered, or the server cancels its requests. Threads need not work for it
+            any more.
     """
 
     client: str = ""
@@ -73,13 +75,6 @@ class Arrival:
 def digest(text: str) -> str:
     """A digest of `text` that does not reveal `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Pace:
@@ -122,7 +117,7 @@ class Limits:
         schedulers: greatest number of strategies that have a scheduler at a time, in addition to the default strategy.
         constrained: greatest number of slow requests (large, with images or with new grammars) that wait to be prepared.
         connections: greatest number of connections at a time.
-        read: seconds within which a request's head has to arrive, and then its body.
+        read: seconds within which a request has to arrive.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
             strategies have learned.
         client_settings: the strategies' settings that a request may set, see
@@ -144,53 +139,17 @@ class Limits:
     sharing: bool = True
     client_settings: tuple[str, ...] = ("bounded",)
 
-    @property
-    def most_values(self) -> int:
-        """The greatest number of commas and opening brackets in a body."""
-        return VALUES + 8 * self.prompt_tokens
-
     def check_values(self, content: bytes) -> None:
         """Raises Refusal for a body with more values than any request needs, since a megabyte of brackets takes long to parse."""
-        count, most = values(content), self.most_values
+        count, most = sum(map(content.count, (b",", b"[", b"{"))), VALUES + 8 * self.prompt_tokens
         if count > most:
             message = f"the body has more commas and brackets ({count:,}) than a request needs; the limit is {most:,}"
             raise Refusal(400, message, code="too_many_values")
-
-    def check_texts(self, count: int, param: str = "n") -> None:
-        """Raises Refusal if a request has more choices (`count`) than the limit allows, or than fit into rows and queue.
-
-        param: the field that the refusal names.
-        """
-        most = min(self.choices, self.queue + self.rows)
-        if count > most:
-            message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
-            raise Refusal(400, message, param=param, code="too_many_choices")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
         """The refusal of a prompt that is too long. tokens: its number of tokens, as text; slots: size of a row in tokens."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
-
-    def list_checks(self, slots: int) -> dict[str, Callable[[list[Any]], None]]:
-        """Maps each field that holds a list to a function that checks the list's length before its items are validated.
-
-        slots: greatest number of tokens of a row.
-        """
-
-        def prompt(given: list[Any]) -> None:
-            if given and not isinstance(given[0], int):
-                self.check_texts(len(given), "prompt")
-
-        def messages(given: list[Any]) -> None:
-            if len(given) > self.prompt_tokens:
-                raise self.too_long(f"more than {len(given)}", slots)
-
-        return {"prompt": prompt, "messages": messages, "input": messages}
-
-
-def values(content: bytes) -> int:
-    """The number of commas and opening brackets in a JSON text, which bounds its number of values."""
-    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 class Gate:
@@ -211,7 +170,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: App, keys: str | Collection[str] | None, hosts: Collection[str] | None, body: int,
+        self, app: ASGIApp, keys: str | Collection[str] | None, hosts: Collection[str] | None, body: int,
         refused: Callable[[Scope, Refusal], None], busy: Callable[[], bool] = bool,
     ) -> None:  # fmt: skip
         self.app, self.body, self.refused, self.busy = app, body, refused, busy
@@ -249,14 +208,13 @@ class Gate:
             await send(message)
 
         try:
-            if (problem := self._problem(scope)) is not None:
-                await self._refuse(problem, scope, noted)
-            else:
-                await self.app(scope, counted, noted)
+            self._check(scope)
+            await self.app(scope, counted, noted)
         except Refusal as error:
             if status:
                 raise
-            await self._refuse(error, scope, noted)
+            self.refused(scope, error)
+            await error.response(scope, receive, noted)
         finally:
             self._bytes -= kept
             if log.isEnabledFor(logging.INFO):
@@ -275,41 +233,33 @@ class Gate:
         if delay and self.busy():
             await asyncio.sleep(delay)
 
-    def _problem(self, scope: Scope) -> Refusal | None:
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        host = _name_of(headers.get(b"host", b"").decode("latin-1"))
+    def _check(self, scope: Scope) -> None:
+        """Raises Refusal for a request that must not pass, by its head."""
+        headers = Headers(scope=scope)
+        host = _name_of(headers.get("host", ""))
         if self.hosts is not None and host not in self.hosts:
             known = ", ".join(sorted(self.hosts))
-            return Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
+            raise Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
         if self.keys and scope["path"] not in OPEN:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            given = given.strip() if kind.lower() == b"bearer" else b""
+            kind, _, bearer = headers.get("authorization", "").partition(" ")
+            given = bearer.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
             # Compares with all keys, so that the time of the comparison does not reveal which key matched.
             matching = [name for key, name in self.keys.items() if hmac.compare_digest(given, key)]
             if not matching:
                 wrong = "the API key is wrong" if given else "Authorization: Bearer KEY is missing"
-                return Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                raise Refusal(401, wrong, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             scope[CLIENT] = matching[0]
         if scope["method"] == "POST":
-            kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            if kind != b"application/json":
-                return Refusal(415, "send Content-Type: application/json", code="unsupported_media_type")
-            length = headers.get(b"content-length", b"0")
-            if len(length) > 18 or (length.isdigit() and int(length) > self.body):
-                return self._too_large()
-        return None
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise Refusal(415, "send Content-Type: application/json", code="unsupported_media_type")
+            length = headers.get("content-length", "0")
+            if len(length) > 18 or (length.isdecimal() and int(length) > self.body):
+                raise self._too_large()
 
     def _too_large(self) -> Refusal:
         message = f"the body has more than {self.body:,} bytes, the limit of this server"
         return Refusal(413, message, code="body_too_large", headers=CLOSE)
-
-    async def _refuse(self, error: Refusal, scope: Scope, send: Send) -> None:
-        self.refused(scope, error)
-        content = json.dumps(error.body).encode()
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(content)), **error.headers}
-        coded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": error.status, "headers": coded})
-        await send({"type": "http.response.body", "body": content})
 
 
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..scheduling.generation import Generation
 from .pool import SchedulerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Greatest number of strategies with a label of their own; further strategies share the label "other". (Clients can merge a few
-#: strategies in thousands of orders.)
-NAMED = 32
 #: Accepted draft tokens are counted by position in the draft, up to this number of positions.
 POSITIONS = 32
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -69,15 +66,12 @@ class Metrics:
         }
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=registry).set_function(value)
-        self._names: set[str] = set()
         self._recent: list[tuple[float, int]] = []
-        self.seconds = 1.0  # moving mean of the seconds that a request takes
 
     def ended(self, generation: Generation) -> None:
         """Adds the figures of an ended request to the metrics. Called in the decoding thread."""
         now, times = time.monotonic(), generation.times
         self.whole.observe(now - generation.submitted)
-        self.seconds += 0.1 * (now - generation.submitted - self.seconds)
         if generation.waited is not None:
             self.queued.observe(generation.waited)
         last, before = generation.submitted, 0
@@ -93,7 +87,8 @@ class Metrics:
             return
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         self.reused_tokens.inc(sum(report.reused))
-        name = self._name(report.strategy)
+        # Clients can merge a few strategies in thousands of orders, which share a label.
+        name = "merged" if "+" in report.strategy else report.strategy
         self.tokens.labels(name).inc(before)
         self.drafted.labels(name).inc(report.drafted)
         self.accepted.labels(name).inc(report.accepted)
@@ -110,17 +105,7 @@ class Metrics:
                 self.positions.labels(self.model, position).inc(sum(report.accepted_lengths[position + 1 :]))
         self._recent = [*(each for each in self._recent if each[0] > now - 10), (now, before)][-10_000:]
 
-    def _name(self, strategy: str) -> str:
-        """The label of a strategy: its name, or "other" if there are too many labels."""
-        if len(self._names) < NAMED:
-            self._names.add(strategy)
-        return strategy if strategy in self._names else "other"
-
     def rate(self) -> float:
         """New tokens per second, of requests that ended in the last ten seconds."""
         since = time.monotonic() - 10
         return sum(count for moment, count in list(self._recent) if moment > since) / 10
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' format."""
-        return generate_latest(self.registry)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..errors import UnknownNameError, shortened, suggest
 from ..registry import registry
 from ..strategy import Strategy
-from .client_settings import refuse_files
+from .client_settings import ClientSettings
 from .pool import SchedulerPool
 from .refusals import Refusal
 
@@ -23,11 +23,12 @@ class Offered:
     Args:
         model: the served model.
         pool: the server's schedulers.
+        settings: the settings that requests may set.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: SchedulerPool) -> None:
+    def __init__(self, model: PreTrainedModel, pool: SchedulerPool, settings: ClientSettings) -> None:
         self._model: Any = model
-        self._pool = pool
+        self._pool, self._settings = pool, settings
 
     @cached_property
     def names(self) -> list[str]:
@@ -60,16 +61,13 @@ class Offered:
             constrained: whether the request has a grammar.
 
         Raises:
-            Refusal: there is no strategy of that name, the server lacks something that the strategy needs, or a setting names a file or
-                model.
+            Refusal: there is no strategy of that name, the server lacks something that the strategy needs, or clients may not set a
+                setting.
         """
-        refuse_files(config)
-        for name in map(str.strip, (asked or self._pool.default).split("+")):
-            try:
-                cls = registry().strategy(name)
-            except UnknownNameError as error:
-                message = f"there is no strategy {shortened(repr(name))} here. {suggest(name, self.names)}"
-                raise Refusal(400, message, param="strategy", code="unknown_strategy") from error
+        names = asked or self._pool.default
+        classes = [self._known(name.strip()) for name in names.split("+")]
+        self._settings.check(names, config)
+        for cls in classes:
             if cls.needs_grammar and not constrained:
                 message = f"strategy {cls.name!r} needs a grammar: give response_format or tools"
                 raise Refusal(400, message, param="strategy", code="invalid_value")
@@ -77,3 +75,10 @@ class Offered:
                 lacks = "a draft model (--assistant)" if cls.needs_assistant else f"the {cls.needs} for it"
                 message = f"strategy {cls.name!r} does not run here: the server was started without {lacks}. {suggest('', self.names)}"
                 raise Refusal(400, message, param="strategy", code="strategy_unavailable")
+
+    def _known(self, name: str) -> type[Strategy]:
+        try:
+            return registry().strategy(name)
+        except UnknownNameError as error:
+            message = f"there is no strategy {shortened(repr(name))} here. {suggest(name, self.names)}"
+            raise Refusal(400, message, param="strategy", code="unknown_strategy") from error

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +14,6 @@ from ..errors import SettingsError, amount
 from ..registry import resolve_strategy
 from ..scheduling.generation import Generation
 from ..scheduling.scheduler import Scheduler
-from .client_settings import ClientSettings
 from .refusals import Refusal
 
 
@@ -26,20 +22,16 @@ class _Entry:
     """A scheduler and its requests. Each request has a number, its turn. Waiting requests with smaller turns are decoded first.
 
     Attributes:
-        key: the scheduler's strategy and settings, as JSON.
         outstanding: the scheduler's unfinished requests, each with its turn.
         leases: number of requests that are being submitted.
-        used: number of requests that the pool had received when this scheduler received its latest request.
         turn: the greatest turn among the requests that have left the queue.
         turns: the turn of each client's latest request.
     """
 
-    key: str
     strategy: str
     scheduler: Scheduler
     outstanding: dict[Generation, int] = field(default_factory=dict)
     leases: int = 0
-    used: int = 0
     turn: int = 0
     turns: dict[str, int] = field(default_factory=dict)
 
@@ -62,22 +54,18 @@ class SchedulerPool:
         most: greatest number of schedulers of other strategies. The default strategy's scheduler is never closed to make room.
         assistant: draft model for strategies that take one.
         options: further arguments of every :class:`~decoders.Scheduler`.
-        client: the settings that requests may set.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, strategy: str, config: Mapping[str, Any], most: int,
-        assistant: PreTrainedModel | None, options: Mapping[str, Any], client: ClientSettings,
+        assistant: PreTrainedModel | None, options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.client = client
         self.model, self.tokenizer, self.most, self.assistant = model, tokenizer, most, assistant
         self.strategy, self.config, self.options = strategy, dict(config), dict(options)
         self.default = resolve_strategy(strategy, self.config).name
         self._default_key = _key(self.default, self.config)
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
-        self._closing: list[threading.Thread] = []
-        self._count = 0
+        self._entries: dict[str, _Entry] = {}  # by strategy and settings, as JSON; the most recently used comes last
 
     def submit(
         self, strategy: str | None, config: Mapping[str, Any] | None, prompt: list[int], on_done: Callable[[Generation], None],
@@ -91,8 +79,8 @@ class SchedulerPool:
             arguments: arguments of :meth:`decoders.Scheduler.submit`.
 
         Raises:
-            Refusal: all schedulers are busy with other strategies, or `config` has a setting that clients may not set. Errors of
-                :meth:`decoders.Scheduler.submit` are raised as they are.
+            Refusal: all schedulers are busy with other strategies. Errors of :meth:`decoders.Scheduler.submit` are raised as they
+                are.
         """
         entry = self._lease(strategy, config)
         try:
@@ -116,29 +104,26 @@ class SchedulerPool:
     def _lease(self, strategy: str | None, config: Mapping[str, Any] | None) -> _Entry:
         name, settings = self._resolved(strategy, config)
         key = _key(name, settings)
+        idle: Scheduler | None = None
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._entries.pop(key, None)
             # If an error outside of any request has ended the scheduler, a new scheduler replaces it.
-            if entry is not None and not entry.scheduler.alive:
-                del self._entries[key]
-                entry = None
-            if entry is None:
+            if entry is None or not entry.scheduler.alive:
                 if key != self._default_key:
-                    self._make_room()
-                entry = self._entries[key] = _Entry(
-                    key, name, self._scheduler(name, settings, key == self._default_key)
-                )
-            self._count += 1
-            entry.used = self._count
+                    idle = self._make_room()
+                entry = _Entry(name, self._scheduler(name, settings, key == self._default_key))
+            self._entries[key] = entry
             entry.leases += 1
-            return entry
+        if idle is not None:
+            idle.close()
+        return entry
 
     def _resolved(self, strategy: str | None, config: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
         """The name and the settings of the strategy that a request runs with.
 
         Raises:
-            UnknownNameError, PluginError: the strategy was not found. Refusal: the strategies cannot be merged, a setting has a
-                wrong value, or clients may not set it.
+            UnknownNameError, PluginError: the strategy was not found. Refusal: the strategies cannot be merged, or a setting has a
+                wrong value.
         """
         given = dict(config or {})
         if strategy is None and not given:
@@ -147,7 +132,6 @@ class SchedulerPool:
             name = resolve_strategy(strategy or self.strategy).name
         except SettingsError as error:  # strategies that cannot be merged
             raise Refusal(400, str(error), param="strategy", code="invalid_value") from error
-        self.client.check(name, given)
         settings = {**self.config, **given} if name == self.default else given
         try:
             resolve_strategy(strategy or self.strategy, settings)
@@ -156,27 +140,24 @@ class SchedulerPool:
             raise Refusal(400, message, param="strategy_config", code="invalid_value") from error
         return name, settings
 
-    def _make_room(self) -> None:
-        """If the pool is full, closes the idle scheduler that was used longest ago, except the default strategy's. Raises Refusal if
-        no other scheduler is idle.
+    def _make_room(self) -> Scheduler | None:
+        """If the pool is full, removes the idle scheduler that was used longest ago (not the default strategy's), and returns it.
+
+        Raises:
+            Refusal: no scheduler is idle.
         """
-        others = [each for each in self._entries.values() if each.key != self._default_key]
-        self._closing = [each for each in self._closing if each.is_alive()]
+        others = {key: entry for key, entry in self._entries.items() if key != self._default_key}
         if len(others) < self.most:
-            return
-        resting = [each for each in others if not (each.outstanding or each.leases)]
-        if not resting or len(self._closing) >= self.most:  # a scheduler that is being closed still holds its memory
-            busy = ", ".join(sorted({each.strategy for each in others}))
-            message = (
-                f"this server runs at most {amount(self.most, 'strategy', 'strategies')} beside {self.default} at a time; "
-                f"busy: {busy}. Try again later"
-            )
-            raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})
-        entry = min(resting, key=lambda each: each.used)
-        del self._entries[entry.key]
-        thread = threading.Thread(target=_closed, args=(entry.scheduler,), name="decoders-closing", daemon=True)
-        thread.start()
-        self._closing.append(thread)
+            return None
+        for key, entry in others.items():
+            if not (entry.outstanding or entry.leases):
+                return self._entries.pop(key).scheduler
+        busy = ", ".join(sorted({each.strategy for each in others.values()}))
+        message = (
+            f"this server runs at most {amount(self.most, 'strategy', 'strategies')} beside {self.default} at a time; "
+            f"busy: {busy}. Try again later"
+        )
+        raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})
 
     def _scheduler(self, name: str, settings: dict[str, Any], first: bool) -> Scheduler:
         strategy = resolve_strategy(name, settings)
@@ -222,29 +203,7 @@ class SchedulerPool:
             entries, self._entries = list(self._entries.values()), {}
         for entry in entries:
             entry.scheduler.close(cancel=True)
-        for thread in self._closing:
-            thread.join()
 
 
 def _key(strategy: str, settings: Mapping[str, Any]) -> str:
     return json.dumps([strategy, settings], sort_keys=True)
-
-
-def _closed(scheduler: Scheduler) -> None:
-    scheduler.close()
-    give_back()
-
-
-@cache
-def _library() -> Any:
-    """The C library if it is glibc, which can return freed memory; else None."""
-    if not sys.platform.startswith("linux"):
-        return None
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "malloc_trim") else None
-
-
-def give_back() -> None:
-    """Returns freed memory to the operating system: glibc would keep the heaps of decoding threads that have ended."""
-    if (library := _library()) is not None:
-        library.malloc_trim(0)

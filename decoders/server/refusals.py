@@ -11,10 +11,11 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.responses import JSONResponse
 
 from ..errors import (
     CacheMemoryError,
@@ -50,15 +51,23 @@ class Refusal(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(message)
+        super().__init__(status, message)  # with these arguments, a refusal can be pickled
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The HTTP response."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
 
     def renamed(self, names: Mapping[str, str]) -> Refusal:
         """This refusal with field names translated by `names`. Names of unknown fields stay as the client wrote them."""
@@ -107,17 +116,13 @@ def in_words_of_requests(text: str) -> str:
     return text
 
 
-def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
-    """The refusal for `error`. An unexpected error is logged, and the client learns only that an error occurred.
-
-    Args:
-        retry_after: seconds after which a client may retry if the queue was full.
-    """
+def refusal(error: BaseException) -> Refusal:
+    """The refusal for `error`. An unexpected error is logged, and the client learns only that an error occurred."""
     if isinstance(error, Refusal):
         return error
     text = in_words_of_requests(str(error))
     if isinstance(error, QueueFull):
-        return Refusal(429, text, code="queue_full", headers={"Retry-After": str(retry_after)})
+        return Refusal(429, text, code="queue_full", headers={"Retry-After": "2"})
     if isinstance(error, DeadlineError):
         return Refusal(504, text, param="deadline", code="deadline_exceeded")
     if isinstance(error, CancelledError):
@@ -141,17 +146,10 @@ def refusal(error: BaseException, retry_after: int = 1) -> Refusal:
 B = TypeVar("B", bound=Asked)
 
 
-def parsed(kind: type[B], content: bytes, checks: Mapping[str, Callable[[list[Any]], None]] | None = None) -> B:
-    """Parses the body of a request.
-
-    Args:
-        checks: functions that check the length of lists, by field name. They run before the items of the lists are validated.
-
-    Raises:
-        Refusal: the body is no JSON, or a field is unknown, missing or out of range.
-    """
+def parsed(kind: type[B], content: bytes) -> B:
+    """Parses the body of a request. Raises Refusal: the body is no JSON, or a field is unknown, missing or out of range."""
     try:
-        return kind.model_validate_json(content, context=checks)
+        return kind.model_validate_json(content)
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
         raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error
@@ -165,14 +163,11 @@ def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
     # A missing field may have been sent under a wrong name, and the error about this name explains more.
     if unknown is not None:
         return unknown
-    first = every[0]["loc"]
-    branch = next((place for place, step in enumerate(first) if _is_label(step)), len(first))
-    alike = [each for each in every if each["loc"][:branch] == first[:branch]]
 
     def progress(error: dict[str, Any]) -> tuple[bool, int, list[int]]:
         return not _is_mismatch(error), len(error["loc"]), [step for step in error["loc"] if isinstance(step, int)]
 
-    return max(alike, key=progress)
+    return max(every, key=progress)
 
 
 def _is_mismatch(error: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from ..errors import shortened, suggest
 from .bodies import (
     INSTEAD,
+    MOST_MESSAGES,
     AllowedTools,
     Asked,
     ChatBody,
@@ -24,6 +25,7 @@ from .bodies import (
     Part,
     RegexFormat,
     Several,
+    StreamOptions,
     TextFormat,
     Tool,
     ToolName,
@@ -89,12 +91,6 @@ class FlatChoice(Part):
     tools: list[FlatName] | None = Field(None, max_length=128)
 
 
-class ResponseStreamOptions(Part):
-    """Accepted without effect."""
-
-    include_obfuscation: bool = False
-
-
 class ResponseBody(Asked):
     """``POST /v1/responses``."""
 
@@ -121,7 +117,7 @@ class ResponseBody(Asked):
         "response_format": "text.format",
     }
 
-    input: str | Several[dict[str, Any]]
+    input: str | Annotated[Several[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=200)
     max_output_tokens: int | None = Field(None, ge=1)
@@ -140,7 +136,7 @@ class ResponseBody(Asked):
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None, max_length=16
     )
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: StreamOptions | None = None
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -173,16 +169,9 @@ class ResponseBody(Asked):
         return TurnBody(
             **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
             max_completion_tokens=self.max_output_tokens, tools=[_tool(each) for each in self.tools or ()] or None,
-            tool_choice=self._choice(), response_format=self._format(), logprobs=logprobs or None,
+            tool_choice=self._choice(), response_format=self.text.format if self.text is not None else None, logprobs=logprobs or None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None, asked=self, items=items, large=large,
         )  # fmt: skip
-
-    def _format(self) -> Any:
-        wanted = self.text.format if self.text is not None else None
-        if not isinstance(wanted, FlatSchemaFormat):
-            return wanted
-        named = wanted.model_dump(exclude={"type"}, by_alias=True)
-        return {"type": "json_schema", "json_schema": named}
 
     def _choice(self) -> Any:
         choice = self.tool_choice
@@ -206,6 +195,7 @@ class TurnBody(ChatBody):
         large: whether earlier requests' items have so many bytes that preparing the request takes long.
     """
 
+    response_format: FlatFormat | None = None  # type: ignore[assignment]
     asked: ResponseBody
     items: list[dict[str, Any]]
     large: bool
@@ -224,12 +214,10 @@ def _tool(tool: FlatTool) -> Tool:
 
 
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-
-
-def of_assistant(item: dict[str, Any]) -> bool:
-    """Whether an item is an assistant's message or a call."""
-    return item.get("role") == "assistant" or item.get("type") == "function_call"
+#: Maps the types of parts with text to the name of the field that holds the text.
+_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "summary_text", "reasoning_text"), "text") | {
+    "refusal": "refusal"
+}
 
 
 def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
@@ -246,16 +234,16 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
         place = f"input.{number}"
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
-            thought = _text(item.get("content") or item.get("summary") or "", f"{place}.content")
+            thought = str(_content(item.get("content") or item.get("summary") or "", f"{place}.content"))
             continue
         last = messages[-1] if messages else {}
         if kind == "message":
             role = _string(item, "role", place)
-            content = (_parts if role == "user" else _text)(item.get("content"), f"{place}.content")
+            content = _content(item.get("content"), f"{place}.content", role == "user")
             if role not in ("system", "developer", "user", "assistant"):
                 given = shortened(repr(role))
                 raise wrong(f"{place}.role", f"{given} is no role. Choose from: assistant, developer, system, user")
-            own = {"reasoning_content": thought} if thought and of_assistant(item) else {}
+            own = {"reasoning_content": thought} if thought and role == "assistant" else {}
             messages.append({"role": role, "content": content} | own)
         elif kind == "function_call":
             function = {"name": _string(item, "name", place), "arguments": _string(item, "arguments", place)}
@@ -265,7 +253,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
                 messages.append(last)
             last.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = _text(item.get("output"), f"{place}.output")
+            output = _content(item.get("output"), f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output})
         else:
             given = shortened(str(kind))
@@ -281,47 +269,31 @@ def _string(item: dict[str, Any], name: str, place: str) -> str:
     return value
 
 
-def _parts(content: Any, place: str) -> str | list[dict[str, Any]]:
-    """The content of a user's message: a text or, if there are images, parts in the form of chat requests."""
-    if not isinstance(content, list) or not any(map(_is_image, content)):
-        return _text(content, place, "text and input_image")
-    parts = list[dict[str, Any]]()
-    for number, part in enumerate(content):
-        if not _is_image(part):
-            parts.append({"type": "text", "text": _text([part], place, "text and input_image", number)})
-            continue
-        url = part.get("image_url")
-        if not isinstance(url, str) or not url.startswith("data:"):
-            given = "a file" if url is None else shortened(repr(url))
-            message = (
-                f"an image is a data URL (data:image/png;base64,…) in image_url, since nothing is fetched, not {given}"
-            )
-            raise wrong(f"{place}.{number}", message, "invalid_image")
-        parts.append({"type": "image_url", "image_url": {"url": url}})
-    return parts
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "input_image"
-
-
-def _text(content: Any, place: str, read: str = "text", first: int = 0) -> str:
-    """The text of an item's content, which is a string or a list of parts.
+def _content(content: Any, place: str, images: bool = False) -> str | list[dict[str, Any]]:
+    """The content of an item, which is a string or a list of parts: a text or, if there are images, parts in the form of chat requests.
 
     Args:
-        read: the allowed types of parts, for error messages.
-        first: index of the first part, for error messages.
+        images: whether images are allowed.
     """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(place, "a text is needed, or a list of parts")
-    texts = []
-    for number, part in enumerate(content, first):
+    parts = list[dict[str, Any]]()
+    for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if (kind not in _TEXTS and kind != "refusal") or not isinstance(text, str):
-            given = shortened(repr(kind))
-            raise wrong(f"{place}.{number}", f"only parts of {read} are read, not {given}", "unsupported_content")
-        texts.append(text)
-    return "".join(texts)
+        if images and kind == "input_image":
+            url = part.get("image_url")
+            if not isinstance(url, str) or not url.startswith("data:"):
+                given = "a file" if url is None else shortened(repr(url))
+                message = f"an image is a data URL (data:image/png;base64,…) in image_url, since nothing is fetched, not {given}"
+                raise wrong(f"{place}.{number}", message, "invalid_image")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+            continue
+        text = part.get(_TEXTS.get(kind)) if isinstance(kind, str) else None
+        if not isinstance(text, str):
+            read = "text and input_image" if images else "text"
+            message = f"only parts of {read} are read, not {shortened(repr(kind))}"
+            raise wrong(f"{place}.{number}", message, "unsupported_content")
+        parts.append({"type": "text", "text": text})
+    return parts if any(part["type"] == "image_url" for part in parts) else "".join(part["text"] for part in parts)

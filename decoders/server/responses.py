@@ -15,9 +15,9 @@ from typing import Any
 from ..errors import shortened
 from .answers import Growing, TextToken, event
 from .chat import Conversing, submitted
-from .limits import Arrival, values
+from .limits import Arrival
 from .refusals import Refusal, wrong
-from .response_bodies import ResponseBody, TurnBody, of_assistant
+from .response_bodies import ResponseBody, TurnBody
 from .service import LARGE, Service
 from .texts import Span
 from .turns import Piece, Turn
@@ -67,7 +67,7 @@ class Kept:
 
     def keep(self, owner: Owner, response: dict[str, Any], items: list[dict[str, Any]]) -> None:
         """Stores a response of `owner` and the items of its conversation, unless they alone exceed the greatest total size."""
-        kept = KeptResponse(json.dumps(response).encode(), json.dumps(_read(items)).encode())
+        kept = KeptResponse(json.dumps(response).encode(), json.dumps(items).encode())
         if kept.size > self.most:
             return
         client, salt = owner
@@ -102,18 +102,6 @@ class Kept:
             return kept
 
 
-def _read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns `items` without thoughts that no later prompt contains. A prompt contains a thought only directly before a message or
-    call of the assistant.
-    """
-    following = [*items[1:], {}]
-    return [
-        each
-        for each, after in zip(items, following, strict=True)
-        if each.get("type") != "reasoning" or of_assistant(after)
-    ]
-
-
 def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arrival) -> TurnBody:
     """Converts `body` to a chat request, with the items of the conversation that it continues.
 
@@ -125,7 +113,7 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
         return body.chat([])
     owner = owner_of(arrival, body.cache_salt)
     content = kept.find(owner, previous, "previous_response_id", "previous_response_not_found").items
-    if len(content) > service.limits.body or values(content) > service.limits.most_values:
+    if len(content) > service.limits.body:
         message = (
             f"its conversation is larger than the body of a request may be ({len(content):,} bytes; the limit is "
             f"{service.limits.body:,}): send the items that matter as input"

@@ -15,17 +15,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import App, Limits
 from .service import Service
 
 #: Greatest size in bytes of a request's line and headers.
@@ -59,18 +59,12 @@ def most_connections(wanted: int) -> int:
     return most
 
 
-def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """A subclass of uvicorn's h11 protocol with the bounds of `limits`. h11 itself bounds the size of a request's head."""
-    bounds = {"most": most_connections(limits.connections), "seconds": limits.read}
-    return type("BoundedProtocol", (_Bounded,), bounds)
-
-
 class _Bounded(H11Protocol):
-    """uvicorn's h11 protocol with limits.
+    """uvicorn's h11 protocol with limits. h11 itself bounds the size of a request's head.
 
     Attributes:
         most: greatest number of connections.
-        seconds: time within which a request's head has to arrive, and then its body.
+        seconds: time within which a request has to arrive.
     """
 
     most: int
@@ -81,8 +75,8 @@ class _Bounded(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.most:
             self._end(b"503 Service Unavailable", "there are too many connections")
-            return
-        self._wait()
+        else:
+            self._timer = self.loop.call_later(self.seconds, self._late)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop()
@@ -91,23 +85,17 @@ class _Bounded(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        before = self._phase()
         super().data_received(data)
-        if self.transport.is_closing():
-            return
-        phase = self._phase()
-        if phase != before or phase is None:
+        if self.transport.is_closing() or not self._arriving:
             self._stop()
-        if phase is not None and self._timer is None:
-            self._wait()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self._late)
 
-    def _phase(self) -> object:
-        """h11's state while a part of a request has yet to arrive: IDLE for its head, SEND_BODY for its body; else None."""
+    @property
+    def _arriving(self) -> bool:
+        """Whether a part of a request has arrived, and more of it has yet to arrive."""
         state = self.conn.their_state
-        return state if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]) else None
-
-    def _wait(self) -> None:
-        self._timer = self.loop.call_later(self.seconds, self._late)
+        return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -115,16 +103,10 @@ class _Bounded(H11Protocol):
             self._timer = None
 
     def _late(self) -> None:
-        self._timer = None
-        if self.transport.is_closing():
-            return
-        if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
-            self._wait()  # an earlier request is still being answered, and the next request may wait for the end of that answer
-            return
-        if self._phase() is None:  # no byte of a request has arrived
+        if self._arriving and not self.transport.is_closing():
+            self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} s")
+        else:
             self.transport.close()
-            return
-        self._end(b"408 Request Timeout", f"the request did not arrive within {self.seconds:g} s")
 
     def _end(self, status: bytes, message: str) -> None:
         """Sends an error, unless an answer has begun, and closes the connection."""
@@ -188,18 +170,24 @@ class Server(uvicorn.Server):
         app: the application that :func:`~decoders.server.app.make_app` returned for `service`.
         grace: seconds after SIGTERM or SIGINT in which running requests may finish.
         port: the port; 0 for a free one.
+
+    Attributes:
+        announce: called with the server's URL once it has started.
     """
 
+    announce: Callable[[str], object] = staticmethod(lambda place: None)
+
     def __init__(
-        self, app: App, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0,
+        self, app: ASGIApp, service: Service, *, host: str = "127.0.0.1", port: int = 8000, grace: float = 30.0,
         log_level: str = "warning",
     ) -> None:  # fmt: skip
         self.service, self.grace, self.hurried = service, grace, False
+        bounds = {"most": most_connections(service.limits.connections), "seconds": service.limits.read}
         super().__init__(
             uvicorn.Config(
                 app, host=host, port=port, log_level=log_level, access_log=False, lifespan="on", log_config=logging_of(log_level),
                 timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS, server_header=False, ws="none",
-                http=protocol(service.limits), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
+                http=type("BoundedProtocol", (_Bounded,), bounds), backlog=BACKLOG, h11_max_incomplete_event_size=HEAD_BYTES,
             )  # type: ignore[arg-type,unused-ignore]
         )  # fmt: skip
 
@@ -219,6 +207,12 @@ class Server(uvicorn.Server):
             self.hurried = True
         else:
             super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.bound
+            self.announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import secrets
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -67,7 +67,7 @@ class Service:
         keys: number of API keys. Requests of different clients alternate in the queue: with several keys each key counts as a client,
             otherwise each request does.
         draining: whether the server is shutting down, so that new requests are refused.
-        ending: an event that is set when the requests that are left at shutdown are cancelled.
+        arrivals: the requests that are being prepared, and others.
     """
 
     def __init__(
@@ -94,15 +94,14 @@ class Service:
         self._stops = tuple(eos) if isinstance(eos, list | tuple) else (eos,) if eos is not None else ()
         self._config = config
         self.pool = SchedulerPool(
-            model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options,
-            ClientSettings(limits.client_settings),
+            model, tokenizer, strategy, strategy_config, limits.schedulers, assistant, options
         )  # fmt: skip
-        self.offered = Offered(model, self.pool)
+        self.offered = Offered(model, self.pool, ClientSettings(limits.client_settings))
         self.metrics = Metrics(self.pool, limits.rows, name)
         self.conversations = Conversations(tokenizer, chat_template, thinking, tool_format, processor)
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="decoders-prepare")
         self.patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="decoders-compile")
-        self.ending = asyncio.Event()
+        self.arrivals: WeakSet[Arrival] = WeakSet()
         self._long = self.keys = 0
         self.pace = Pace(LONGEST_HOLD)
         self.created, self.draining = int(time.time()), False
@@ -149,8 +148,7 @@ class Service:
     def check_name(self, model: str | None) -> None:
         """Raises Refusal if `model` is not the served model."""
         if model is not None and model != self.name:
-            near = " Did you mean it?" if difflib.get_close_matches(model[:200], [self.name], n=1, cutoff=0.4) else ""
-            message = f"there is no model {shortened(repr(model))} here, only {self.name!r}.{near}"
+            message = f"there is no model {shortened(repr(model))} here, only {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     @cached_property
@@ -210,8 +208,10 @@ class Service:
 
     def check_count(self, body: Body, prompts: int) -> int:
         """The number of choices that a body asks for. prompts: its number of prompts. Raises Refusal for more choices than allowed."""
-        count = (body.n or 1) * prompts
-        self.limits.check_texts(count)
+        count, most = (body.n or 1) * prompts, min(self.limits.choices, self.limits.queue + self.limits.rows)
+        if count > most:
+            message = f"the request asks for {count} texts (n times prompts); the limit is {most}"
+            raise Refusal(400, message, param="prompt" if prompts > most else "n", code="too_many_choices")
         return count
 
     def seconds(self, body: Body | None = None) -> float:
@@ -221,6 +221,7 @@ class Service:
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
+        markers: Sequence[str] = (),
     ) -> Job:  # fmt: skip
         """Submits all choices of a body to the scheduler; if one cannot be submitted, all are cancelled. This takes a millisecond or
         more, which is too long for the event loop.
@@ -232,6 +233,7 @@ class Service:
             thinking: the argument ``thinking=`` of ``generate`` for all choices.
             default_tokens: number of new tokens if the body sets none; None: as many as the limits allow.
             images: images of the prompts, as arguments of ``generate``.
+            markers: markers of thoughts and function calls.
 
         Raises:
             Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
@@ -247,7 +249,7 @@ class Service:
             grammar = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
         to_judge = grammar is not None and any(part.language.whole is not None for part in grammar.parts)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
-        stops = Stops.of(body.stops, self.conversations.special)
+        stops = Stops.of(body.stops, self.conversations.special, markers)
         job = Job(f"{kind}{secrets.token_hex(12)}", [], stops, arrival, seconds)
         try:
             for index in range(count):
@@ -292,18 +294,14 @@ class Service:
 
     def refused(self, endpoint: str, error: BaseException) -> Refusal:
         """The refusal for `error`, counted in the metrics."""
-        answer = refusal(error, self.retry_after)
+        answer = refusal(error)
         self.metrics.requests.labels(endpoint, answer.outcome).inc()
         return answer
 
-    @property
-    def retry_after(self) -> int:
-        """An estimate of the seconds (1 to 60) until the queue has room."""
-        return min(max(round(self.metrics.seconds * self.pool.waiting / self.limits.rows), 1), 60)
-
     def cancel(self) -> None:
         """Cancels all requests, including those that are being prepared. Called in the event loop."""
-        self.ending.set()
+        for arrival in list(self.arrivals):
+            arrival.gone = True
         self.pool.cancel()
 
     def close(self) -> None:

@@ -73,13 +73,9 @@ def _try(grammar: CompiledGrammar) -> None:
             matcher.advance([chance.choice(going_on)])
 
 
-def validate(whole: Callable[[str], None], text: str, vocabulary: Vocabulary) -> str | None:
-    """Validates a finished text with `whole`. Returns the error that `whole` raised, as text, or None."""
-    try:
-        whole(text)
-    except GrammarError as error:
-        return str(error)
-    return None
+def apply(function: Callable[[str], Any], text: str, vocabulary: Vocabulary) -> None:
+    """Calls `function`, which validates a finished text, in a fork."""
+    function(text)
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,8 @@ class _Remote:
     workshop: Workshop
 
     def __call__(self, text: str) -> None:
-        if (check := _waiting.get()) is not None and (reason := self.workshop._judged(self.whole, text, check)):
-            raise GrammarError(reason)
+        if (check := _waiting.get()) is not None:
+            self.workshop._done(partial(apply, self.whole, text), check)
 
 
 #: The function that is called while this thread waits for a validation; None in threads that must not wait.
@@ -157,14 +153,6 @@ class Workshop:
                 size -= self._known.popitem(last=False)[1].nbytes
         return grammar
 
-    def _judged(self, whole: Callable[[str], None], text: str, check: Check) -> str | None:
-        """Why a finished text is invalid; None if it is valid."""
-        try:
-            answer: str | None = self._done(partial(validate, whole, text), check)
-        except GrammarError:
-            return "the text cannot be judged: validating it takes too much time or memory"
-        return answer
-
     def begin(self) -> None:
         """Starts the workshop's process unless it runs. Tasks wait until the process is ready, some seconds later."""
         with self._lock:
@@ -197,23 +185,20 @@ class Workshop:
         if not hasattr(os, "fork"):
             return task(self.vocabulary)
         content = pickled((task, seconds))
-        answer = self._asked(content, check) or self._asked(content, check, again=True)
+        answer: bytes | None = None
+        for _ in range(2):  # once more if the workshop's process has ended
+            self.begin()
+            assert self._control is not None and self._process is not None
+            answer = exchanged(self._control, content, check)
+            if answer is not None or self._process.poll() is None:
+                break
         if answer is None:
-            bounds = f"{self.seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"
-            raise GrammarError(f"the grammar takes more than {bounds} of memory: simplify it")
+            bounds = f"{seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"
+            raise GrammarError(f"the grammar, or validating its text, takes more than {bounds} of memory: simplify it")
         result = unpickled(answer, self.vocabulary)
         if isinstance(result, Exception):
             raise result
         return result
-
-    def _asked(self, content: bytes, check: Check, again: bool = False) -> bytes | None:
-        """The pickled result of a pickled task; None if the fork was killed. again: try only if the workshop's process has ended."""
-        process = self._process
-        if again and process is not None and process.poll() is None:
-            return None
-        self.begin()
-        assert self._control is not None
-        return exchanged(self._control, content, check)
 
 
 def _name(wanted: Wanted) -> str:

@@ -23,9 +23,7 @@ ROUTE = "/v1/completions"
         (["bounded"], "prompt_lookup+suffix", {"suffix": {"alpha": 2.0, "remember": 10**12}}, "suffix.remember"),
         (["bounded"], "token_recycling", {"tree": [[0]]}, "tree"),
         (["bounded"], "auto", {"config": {"suffix": {"remember": 10**12}}}, "config"),
-        (["bounded", "suffix.remember=0..1000"], "suffix", {"remember": 1000, "alpha": 2.0}, None),
-        (["bounded", "suffix.remember=0..1000"], "suffix", {"remember": 1001}, "remember"),
-        (["bounded", "suffix.remember=0..1000"], "suffix", {"remember": "x"}, "remember"),
+        (["bounded", "suffix.remember"], "suffix", {"remember": 1000, "alpha": 2.0}, None),
         (["suffix.remember"], "suffix", {"remember": 10**6}, None),
         (["suffix.remember"], "suffix", {"alpha": 2.0}, "alpha"),
         (["none"], "prompt_lookup", {"max_ngram": 3}, "max_ngram"),
@@ -47,8 +45,6 @@ def test_what_may_be_set(given: list[str], strategy: str, config: dict[str, Any]
         (["everything"], "takes bounded, none"),
         (["sufix.alpha"], "Did you mean 'suffix'"),
         (["suffix.alfa"], "Did you mean 'alpha'"),
-        (["suffix.remember=10"], "MIN..MAX"),
-        (["suffix.remember=5..2"], "MIN..MAX"),
         (["medusa.heads"], "names a file"),
         (["none", "suffix.alpha"], "stands alone"),
     ],
@@ -98,8 +94,6 @@ def test_memory_does_not_grow_with_settings(service_of: Any) -> None:
         for number in range(12):
             config = {"alpha": 1.0 + number / 100}
             service.pool.submit("suffix", config, [5, 6, 7], lambda _: None, max_new_tokens=3).result(60)
-            for thread in service.pool._closing:
-                thread.join(60)
         assert pools() - before <= 2
     finally:
         gc.enable()

@@ -192,9 +192,6 @@ def test_thoughts_belong_to_what_the_assistant_says_next() -> None:
     user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     messages = messages_of([thought, user, thought, said])
     assert messages == [user, said | {"reasoning_content": "hm"}]
-    kept = Kept()
-    kept.keep(("", ""), {"id": "a"}, [thought, user, thought, thought, said, thought])
-    assert json.loads(kept.find(("", ""), "a").items) == [user, thought, said]
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": [WALK]}])

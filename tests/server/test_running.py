@@ -115,7 +115,7 @@ def test_strategies_have_schedulers_of_their_own_and_resting_ones_are_closed(
             body = {"prompt": "abab", "max_tokens": 4, "strategy": strategy}
             assert client.post(ROUTE, json=body).status_code == 200
             wait_until(lambda: service.pool.outstanding == 0)
-        assert service.pool.strategies == ["prompt_lookup", "ngram"]
+        assert service.pool.strategies == ["ngram", "prompt_lookup"]
         config = {"strategy": "prompt_lookup", "strategy_config": {"max_ngram": 2}}
         assert client.post(ROUTE, json={"prompt": "abab", "max_tokens": 4, **config}).status_code == 200
         assert service.pool.strategies == ["prompt_lookup", "prompt_lookup"]

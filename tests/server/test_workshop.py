@@ -25,7 +25,7 @@ from decoders.errors import DeadlineError, GrammarError
 from decoders.server.bodies import CompletionBody
 from decoders.server.forks import exchanged
 from decoders.server.refusals import Refusal
-from decoders.server.workshop import Workshop, judged, validate
+from decoders.server.workshop import Workshop, apply, judged
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="work is done in threads there")
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [None], [256])
@@ -145,7 +145,7 @@ def test_what_it_started_is_killed_with_it(workshop: Workshop, wait_until: Any) 
             raise DeadlineError("over")
 
     with pytest.raises(DeadlineError):
-        workshop._done(partial(validate, os.system, "sleep 61.25; true"), check)  # type: ignore[arg-type]
+        workshop._done(partial(apply, os.system, "sleep 61.25; true"), check)
     wait_until(lambda: not running(), 10)
 
 
