@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from decoders.enabling import graphs_compiled
 from decoders.engine.decode.lane import Lane
 from decoders.engine.model import mixed
+from decoders.engine.model.blocks import PassInput
 from decoders.engine.model.compiled.forward_pass import ForwardPass
 from decoders.engine.model.compiled.tiers import Tiers
 from decoders.strategies import PromptLookup, Speculative, TokenRecycling
@@ -166,9 +166,9 @@ def test_no_pass_is_compiled_once_the_first_step_was_made(
         plain(self, rows, report)
         made.append(graphs_compiled())
 
-    def noted(self: ForwardPass, nodes: torch.Tensor, *rest: Any) -> Any:
-        kinds.add("single" if nodes.shape[1] == 1 else "drafts")
-        return mixed_pass(self, nodes, *rest)
+    def noted(self: ForwardPass, given: PassInput, *rest: Any) -> Any:
+        kinds.add("single" if given.nodes.shape[1] == 1 else "drafts")
+        return mixed_pass(self, given, *rest)
 
     monkeypatch.setattr(Tiers, "compile_for", counted)
     monkeypatch.setattr(ForwardPass, "_mixed", noted)
