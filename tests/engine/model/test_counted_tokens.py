@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decoders
+from decoders.engine.model import self_check
 from decoders.engine.model.layout import CountedTokens
 from decoders.engine.model.self_check import target_of
 from decoders.engine.model.slot_cache import SlotCache
@@ -61,6 +62,14 @@ def test_a_length_scale_that_is_ignored_is_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(SlotCache, "get_seq_length", lambda cache, layer=0: 0)
     with pytest.raises(UnsupportedError, match="differ"):
         target_of(sharpening())
+
+
+def test_a_window_that_a_design_does_not_keep_bounds_its_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "check_tree_logits", lambda *_: 24)
+    model, inputs = decoders.enable(tiny_model("mistral")), prompts(1, length=20)
+    decode(model, inputs, "prompt_lookup", max_new_tokens=4, decoders_config=EAGER)
+    with pytest.raises(ContextLengthError, match="at most the 24 tokens of that window"):
+        decode(model, inputs, "prompt_lookup", max_new_tokens=5, decoders_config=EAGER)
 
 
 @pytest.mark.parametrize("longest, rows, fits", [(9, 4, True), (10, 1, True), (10, 2, False)])
