@@ -116,6 +116,7 @@ class Checks:
 
     Attributes:
         rejected: why a kernel of ours was tried and then not used; None if no kernel was rejected.
+        longest: the length up to which the target's logits agree with the model's; None for any length.
         invariance: in low precision, whether a node's logits have the same bits in every block; None in float32, and if not checked.
         day: ISO date on which the target was compared with the model (:mod:`.kept_checks`).
         kernel_seconds: seconds spent compiling kernels before the check.
@@ -123,6 +124,7 @@ class Checks:
     """
 
     rejected: str | None = None
+    longest: int | None = None
     invariance: Invariance | None = None
     day: str = ""
     kernel_seconds: float = 0.0

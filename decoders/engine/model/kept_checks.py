@@ -51,10 +51,12 @@ class KeptCheck:
 
     Attributes:
         day: ISO date of the check.
+        longest: greatest length of text for which the check is valid; None for any length.
         invariance: whether bits depend on the block; None in float32 (:attr:`~decoders.engine.model.facts.Checks.invariance`).
     """
 
     day: str
+    longest: int | None
     invariance: Invariance | None
 
 
@@ -66,10 +68,10 @@ def find(key: str) -> KeptCheck | None:
     """The result that was stored under `key`; None if there is no readable file."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         kept = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
-        own = kept["invariance"]
+        own, longest = kept["invariance"], kept["longest"]
         if own is not None:
             own = Invariance(bool(own["holds"]), tuple(map(str, own["differs"])), bool(own["single"]))
-        return KeptCheck(date.fromisoformat(kept["day"]).isoformat(), own)
+        return KeptCheck(date.fromisoformat(kept["day"]).isoformat(), None if longest is None else int(longest), own)
     return None
 
 

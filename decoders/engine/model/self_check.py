@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -87,14 +88,16 @@ def _checked(model: PreTrainedModel, attends: Attention, precision: Precision) -
         with announced(
             f"comparing the loop with {type(model).__name__}'s own forward pass, once per version and machine"
         ):
-            check_tree_logits(target, model)
+            longest = check_tree_logits(target, model)
             check_moves(target)
             invariance = brief_check(target)
-        passed = KeptCheck(date.today().isoformat(), invariance)
+        passed = KeptCheck(date.today().isoformat(), longest, invariance)
         if key is not None and (invariance is None or invariance.holds):
             kept_checks.keep(key, passed)
-    seconds = time.perf_counter() - started
-    target.checks = replace(target.checks, day=passed.day, invariance=passed.invariance, seconds=seconds)
+    target.checks = replace(
+        target.checks, day=passed.day, longest=passed.longest, invariance=passed.invariance,
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
     return target
 
 
@@ -132,8 +135,11 @@ ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
 
 @torch.no_grad()
-def check_tree_logits(target: Target, model: PreTrainedModel) -> None:
+def check_tree_logits(target: Target, model: PreTrainedModel) -> int | None:
     """Prefills texts, runs trees after them, and compares the logits with the model's own. This finds faults that no config shows.
+
+    Returns:
+        the greatest length of text for which the check is valid; None if it is valid for any length.
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.
@@ -151,11 +157,17 @@ def check_tree_logits(target: Target, model: PreTrainedModel) -> None:
     if target.lengths.counted and target.lengths.counted.harmless < sizes.texts[0]:
         sizes = replace(sizes, texts=sizes.texts[:1])
     with refusing(model, "cannot verify a token tree"):
-        difference = _difference(target, reference, layout, sizes)
+        difference, longest = _difference(target, reference, layout, sizes), None
+        if difference and not _follows_its_config(reference, target, sizes):
+            difference = _difference(target, reference, layout, replace(sizes, reach=sys.maxsize))
+            longest = min(
+                (reach for kind in target.attending.kinds if (reach := kind.window or kind.chunk)), default=None
+            )
     if difference:
         raise UnsupportedError(
             f"{type(model).__name__}: {difference}, so strategies would not be exact. Call generate without strategy=."
         )
+    return longest
 
 
 def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes) -> str | None:
@@ -293,6 +305,14 @@ def _short_windows(target: Target, reference: PreTrainedModel, sizes: Sizes) -> 
         target.tell_kinds(kinds)
         for name, value in usual.items():
             setattr(config, name, value)
+
+
+def _follows_its_config(reference: PreTrainedModel, target: Target, sizes: Sizes) -> bool:
+    """Whether shorter windows in the config of `reference` change its logits. Some models read windows only at construction."""
+    text = _texts(target, sizes)[:1]
+    usual = _plain_logits(reference, text)[0]
+    with _short_windows(target, reference, sizes):
+        return not torch.equal(usual, _plain_logits(reference, text)[0])
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...common import devices, host_reads
 from ...common.announce import announced
 from ...common.transformers_compat import cache_keyword, decoder_layers
-from ...errors import UnsupportedError
+from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
 from . import attention, buckets, experts, own_masks, recurrent, rope
@@ -180,8 +180,14 @@ class Target:
 
     def check_lengths(self, longest: int, rows: int) -> None:
         """Raises ContextLengthError if the loop's results for `rows` texts of up to `longest` tokens would differ from the model's."""
+        name, most = type(self.model).__name__, self.checks.longest
+        if most is not None and longest > most:
+            raise ContextLengthError(
+                f"{name} does not look back as its config's window says, so the loop can decode at most the {most} tokens of "
+                f"that window, and {longest} are asked for: ask for fewer, or call generate without strategy=."
+            )
         if self.lengths.counted is not None:
-            self.lengths.counted.check(type(self.model).__name__, longest, rows)
+            self.lengths.counted.check(name, longest, rows)
 
     def side_of(self, length: int) -> int:
         """Index of the rotary table for `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 if the table never changes."""
