@@ -2,19 +2,23 @@
 
 Anchors are read where they mean "the string begins (ends) here". Look-ahead is read only at the very beginning of the pattern, where
 it is a condition on the whole string. Every other non-regular construct is refused.
+
+If a pattern is regular, an automaton searches texts in linear time. Otherwise the package ``regex`` (required by transformers) searches
+them: it may take exponential time, as ``re`` may, but it can be interrupted.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ...errors import GrammarError
-from . import characters, limits
+from . import automata, characters, limits
 from .dialect import Dialect, Problem, single
 from .limits import check
 from .reader import read
@@ -37,6 +41,7 @@ from .tree import (
     repeat,
 )
 
+_MATCHING = "matching a pattern"
 _MESSAGES: Mapping[Problem, str] = {
     "unclosed group": "a ( that is not closed",
     "unopened group": "a ) too many",
@@ -231,3 +236,36 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
         right = EMPTY
     tree = cat(left, right)
     return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)
+
+
+def found(pattern: Any, text: str) -> bool:
+    """Whether `pattern` is found in `text`, by the rules of ECMA-262, or of Python's ``re`` if `pattern` is not regular.
+
+    Raises:
+        GrammarError: neither ECMA-262 nor Python allows `pattern`, it is too long, or time is up.
+    """
+    if not isinstance(pattern, str):
+        raise GrammarError(f"a pattern is a string, not {pattern!r}", "pattern")
+    if len(pattern) > limits.PATTERN_CHARACTERS:
+        limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
+    try:
+        conditions = strings(pattern)
+    except GrammarError:
+        return _searched(pattern, text)
+    return all(automata.matches(tree, text) is good for tree, good in conditions)
+
+
+def _searched(pattern: str, text: str) -> bool:
+    """Whether ``regex``, which can be interrupted, finds `pattern` in `text`."""
+    import regex
+
+    limits.check(_MATCHING, "pattern")
+    left = limits.left()
+    try:
+        return regex.search(pattern, text, timeout=left if math.isfinite(left) else None, concurrent=True) is not None
+    except TimeoutError:
+        limits.spend(left)
+        limits.check(_MATCHING, "pattern")
+        raise
+    except (regex.error, OverflowError, RecursionError) as error:
+        raise GrammarError(f"pattern {pattern[:80]!r}: {error}", "pattern") from error

@@ -63,14 +63,12 @@ def test_sample_of_the_bench() -> None:
 @pytest.mark.parametrize("draft", ["2020-12", "7"])
 def test_finished_texts_are_judged_as_the_suite_says(draft: str) -> None:
     for group in report.suite(report.data(), draft):
-        if group.keyword == "vocabulary":  # schemas of unknown drafts have no language
-            continue
         for instance, is_valid in group.instances:
             try:
                 Validation(group.schema)(json.dumps(instance))
                 judged_valid = True
             except GrammarError as problem:
-                if "Unresolvable" in str(problem):  # nothing is fetched
+                if "refers to nothing" in str(problem) or "$schema" in str(problem):  # nothing is fetched
                     continue
                 assert "not valid" in str(problem), (group, instance)
                 judged_valid = False
