@@ -197,16 +197,6 @@ def interpreted_sums_are_computed_once() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels_for_cuda_run_without_a_card() -> None:
-    from decoders.engine.model.kernels import interpreted
-
-    if interpreted():
-        from .interpreted import register
-
-        register()
-
-
-@pytest.fixture(scope="session", autouse=True)
 def interpreted_products_are_those_of_a_card(interpreted_sums_are_computed_once: None) -> Iterator[None]:
     """A card's ``tl.dot`` gives a row of a tile the same bits wherever it stands. That of the interpreter is numpy's product of the
     tiles, whose last rows some processors add in another order: here it multiplies row by row.

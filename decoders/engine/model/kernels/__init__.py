@@ -82,6 +82,9 @@ def operator(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[.
     LAUNCHERS[name] = function
     _library.define(schema)
     _library.impl(name, _on_own_device(function), "CUDA")
+    if interpreted():
+        computes = not schema.endswith("-> ()")  # operators without a result only copy numbers, in any dtype
+        _library.impl(name, _without_bfloat16(function, schema.count("!")) if computes else function, "CPU")
     torch.library.register_fake(f"decoders::{name}", fake, lib=_library)
     return cast(Callable[..., Any], getattr(torch.ops.decoders, name).default)
 
@@ -94,3 +97,31 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(first, *more)
 
     return guarded
+
+
+def _without_bfloat16(function: Callable[..., Any], written: int) -> Callable[..., Any]:
+    """A wrapper that turns bfloat16 arguments into float32, because Triton's interpreter multiplies bfloat16 numbers as integers.
+
+    written: how many of the last arguments `function` writes to.
+    """
+
+    def widened(*arguments: Any) -> Any:
+        tensors = [
+            t for value in arguments for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)
+        ]
+        narrow = any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+        given = [wide(value) for value in arguments]
+        result = function(*given)
+        for own, copy in zip(arguments[len(arguments) - written :], given[len(given) - written :], strict=True):
+            if own is not copy:
+                own.copy_(copy)
+        if not narrow:
+            return result
+        return tuple(part.bfloat16() for part in result) if isinstance(result, tuple) else result.bfloat16()
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, list):
+            return [wide(each) for each in value]
+        return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+    return widened
