@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..common.transformers_compat import position_ids_for
 from ..engine.model.layout import placeholder_ids
-from ..engine.model.own_forward import PER_TOKEN, MultimodalInputs
+from ..engine.model.own_forward import PER_TOKEN, WRONGLY_DIVIDED, MultimodalInputs
 from ..errors import UnsupportedError
 
 #: Arguments of a forward pass that are not inputs.
@@ -43,7 +44,8 @@ def may_change_itself(model: PreTrainedModel) -> bool:
 
 
 def inputs_of(
-    model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None, repeats: int
+    model: PreTrainedModel, given: Mapping[str, Any], input_ids: Tensor, mask: Tensor | None, repeats: int,
+    divides: bool = True,
 ) -> MultimodalInputs | None:  # fmt: skip
     """The images, videos and sounds of a call's prompts; None if all prompts are text.
 
@@ -53,6 +55,7 @@ def inputs_of(
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
         repeats: number of rows per prompt.
+        divides: whether to divide the images among the prompts if the division is clear, so that the model can read each prompt alone.
 
     Raises:
         UnsupportedError: a prompt ends with an image, a video or a sound.
@@ -86,10 +89,57 @@ def inputs_of(
     arguments = _prepared(model, given, input_ids, mask)
     shifts = _shifts(arguments, lengths)
     prompt = [place for place in range(batch) for _ in range(repeats)]
-    return MultimodalInputs(
+    whole = MultimodalInputs(
         arguments, repeats, tuple(lengths[i] for i in prompt), tuple(hashes[i] for i in prompt), tuple(ends[i] for i in prompt),
         tuple(shifts[i] for i in prompt),
     )  # fmt: skip
+    divided = _divided(contents, special) if divides and batch > 1 and special.any() else None
+    if divided is None:
+        return whole
+    alone: list[MultimodalInputs | None] = []
+    for row, length in enumerate(lengths):
+        own = slice(row, row + 1), slice(width - length, None)
+        of_row = {name: kind[own] for name, kind in kinds.items()} | divided[row]
+        try:
+            alone.append(inputs_of(model, of_row, input_ids[own], mask[own] if mask is not None else None, repeats))
+        except WRONGLY_DIVIDED:  # the architecture divides images among rows in another way
+            return whole
+    return replace(whole, alone=tuple(alone))
+
+
+def _divided(contents: Mapping[str, Any], special: Tensor) -> list[dict[str, Any]] | None:
+    """Divides `contents` among the prompts: returns the arguments of each prompt, or None if the division is unclear. The model may
+    still refuse the arguments of a prompt.
+
+    Args:
+        contents: arguments that hold images, videos or sounds.
+        special: ``[B, P]`` bool, True at placeholder tokens.
+    """
+    begins = special & ~torch.nn.functional.pad(special, (1, 0))[:, :-1]
+    images, places = begins.sum(1).tolist(), special.sum(1).tolist()
+    rows: list[dict[str, Any]] = [{} for _ in places]
+    by_row = [1] * len(rows)
+    unclear = sum(images) == len(rows) and images != by_row
+    for name, value in contents.items():
+        several = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+        size = len(value) if several or isinstance(value, (list, tuple)) else None
+        if size is None:
+            shares = None
+        elif unclear and size == len(rows) and (not several or value.shape[1:2] == (max(images),)):
+            return None  # an entry may be one image, or one row of images padded to the greatest number per row
+        elif size == sum(images):
+            shares = images
+        elif size == len(rows):
+            shares = by_row
+        elif all(size * count % sum(places) == 0 for count in places):  # the entries are parts of images
+            shares = [size * count // sum(places) for count in places]
+        else:
+            return None
+        begin = 0
+        for row, share in zip(rows, shares or images, strict=True):
+            row[name] = value if shares is None else value[begin : begin + share]
+            begin += share
+    return [row if count else {} for row, count in zip(rows, places, strict=True)]
 
 
 def _prepared(

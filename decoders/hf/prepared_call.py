@@ -213,7 +213,8 @@ def prepare(
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
         own = engine.own_forward(model, engine.target)
-        multimodal = inputs_of(own.model, beside, *of_prompts, copies)
+        # A strategy that reads prompts reads all prompts together, so their images are not divided.
+        multimodal = inputs_of(own.model, beside, *of_prompts, copies, not options.strategy.reads_prompt)
     seed = resolve_seed(options.seed, options.generator, plan.sample)
     if options.seed is None:  # processes that share the model draw the same noise
         (seed,) = engine.target.ranks.first([seed])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...strategy import PromptChunk
 from ..model.cache import CacheBuffers
-from ..model.own_forward import MultimodalInputs, OwnForward
+from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
 from ..model.target import ForwardResult
 from .batch import Batch
 from .prefix_cache import PrefillPlan
@@ -33,19 +35,23 @@ class PromptReader:
         if shows:
             batch.where = "prefill"
         run = self._read_and_show if shows else batch.prefill
+        read: set[int] = set()  # rows that the model's own forward pass has read
         apart = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
-        read = inputs is not None and not inputs.in_front_of(reusable)
-        if inputs is not None and read:
-            chunk = self.read_images(inputs, lengths, 0, logits=shows and batch.request.strategy.prompt_logits)
-            if chunk is not None:
+        if inputs is not None and apart:
+            if shows:
+                chunk = self.read_images(inputs, lengths, 0, logits=batch.request.strategy.prompt_logits)
+                assert chunk is not None
                 self.proposer.show(chunk, 0)
-            run, reusable = batch.prefill, [length - 1 for length in lengths]
+                read, run = set(range(len(lengths))), batch.prefill
+            else:
+                read = self._read_missing_images(inputs, lengths, reusable)
+            reusable = [length - 1 if row in read else reusable[row] for row, length in enumerate(lengths)]
         reused, left = batch.session.prefill(
             lengths, reusable, batch.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
             given=batch.request.given is not None or apart,
         )  # fmt: skip
         batch.pending = batch.prompt_left = left
-        batch.report.reused = [0 if read else count for count in reused[: batch.row_count]]
+        batch.report.reused = [0 if row in read else count for row, count in enumerate(reused[: batch.row_count])]
 
     def images_in_place(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> bool:
         """Whether only text is left to prefill, because the keys and values of all images are in the rows' slots.
@@ -56,6 +62,29 @@ class PromptReader:
         if not target.recurrent:  # rows prefill equally many tokens, so some reusable tokens may be computed again
             starts = PrefillPlan.of(lengths, reusable, None, target).starts
         return inputs.in_front_of(starts)
+
+    def _read_missing_images(self, inputs: MultimodalInputs, lengths: list[int], reusable: list[int]) -> set[int]:
+        """Reads the prompts whose images are not in the cache yet, and returns their rows.
+
+        If `inputs` divides the images among the prompts (``inputs.alone``), prompts are read one by one. The division is a guess: if it
+        is wrong, the model raises an exception, and all prompts are read together.
+        """
+        read: set[int] = set()
+        try:
+            for prompt, own in enumerate(inputs.alone):
+                rows = range(prompt * inputs.repeats, (prompt + 1) * inputs.repeats)
+                if own is not None and not own.in_front_of([reusable[row] for row in rows]):
+                    self.read_images(own, list(own.lengths), rows.start, logits=False)
+                    read |= set(rows)
+            if inputs.alone:
+                return read
+        except torch.OutOfMemoryError:  # reading all prompts together would need even more memory
+            raise
+        except WRONGLY_DIVIDED:
+            # Later calls find kept texts by the hashes of their images. A wrong division would give wrong hashes, so it is dropped.
+            self.batch.request = replace(self.batch.request, multimodal=replace(inputs, alone=()))
+        self.read_images(inputs, lengths, 0, logits=False)
+        return set(range(len(lengths)))
 
     def read_images(
         self, inputs: MultimodalInputs, lengths: list[int], first: int, *, logits: bool

@@ -189,7 +189,7 @@ class Request:
             salt = f"\0{self.side} {salt}"
         if inputs is None:
             return KeptText(text, salt=salt)
-        return KeptText(text, salt=f"{inputs.hashes[row]} {salt}", least=inputs.ends[row])
+        return KeptText(text, salt=f"{inputs.hash_of(row)} {salt}", least=inputs.ends[row])
 
     @property
     def memory_salt(self) -> str:

@@ -28,6 +28,8 @@ from .target import ForwardResult, Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+#: Errors that models raise if a prompt comes with the images of another prompt, so that lengths or shapes do not fit.
+WRONGLY_DIVIDED = (AssertionError, IndexError, RuntimeError, StopIteration, ValueError)
 #: To check a model, at most this many tokens at the end of each prompt are run a second time.
 CHECKED = 4
 
@@ -43,6 +45,8 @@ class MultimodalInputs:
         hashes: per row, a hash of all images and of the prompt's index; equal hashes mean equal images.
         ends: per row, number of tokens of the prompt up to its last placeholder.
         shifts: per row, the position after the prompt minus the prompt's number of tokens.
+        alone: per prompt, the inputs of this prompt only; None for a prompt without images. Empty if it is unknown which images
+            belong to which prompt.
     """
 
     arguments: dict[str, Any]
@@ -51,6 +55,14 @@ class MultimodalInputs:
     hashes: tuple[str, ...]
     ends: tuple[int, ...]
     shifts: tuple[int, ...]
+    alone: tuple[MultimodalInputs | None, ...] = ()
+
+    def hash_of(self, row: int) -> str:
+        """The hash of a row's own images; an empty string without images. The row's entry in `hashes` if its own images are unknown."""
+        if not self.alone:
+            return self.hashes[row]
+        own = self.alone[row // self.repeats]
+        return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
         """Whether all images of every row come before the row's slot in `starts`, from which on the loop itself runs the prompt."""

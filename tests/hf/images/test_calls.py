@@ -18,10 +18,11 @@ from decoders.engine.decode.engine import Engine
 from decoders.engine.decode.lane import Lane
 from decoders.engine.model.own_forward import OwnForward
 from decoders.errors import UnsupportedError
+from decoders.hf import multimodal
 from decoders.hf.multimodal import inputs_of
 from decoders.strategies import PromptLookup, TokenRecycling
 from decoders.testing import assert_same_tokens, decode, tiny_model
-from decoders.testing.images import IMAGE, QUESTIONS, SEEING, image_prompts, tiny_seeing_model
+from decoders.testing.images import HEARING, IMAGE, QUESTIONS, SEEING, image_prompts, tiny_seeing_model
 from decoders.testing.seeing import VIDEO
 
 from .conftest import EAGER, enabled, plain
@@ -150,6 +151,24 @@ def test_rows_with_the_same_tokens_and_different_images_stay_apart(name: str) ->
         assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
 
 
+@pytest.mark.parametrize(
+    "name", [n if n in ("llava", "qwen2_vl", "smolvlm", "qwen2_audio") else pytest.param(n, marks=pytest.mark.slow)
+             for n in (*SEEING, *HEARING) if n != "qwen3_5"]
+)  # fmt: skip
+def test_of_a_batch_only_the_row_is_read_whose_image_has_changed(name: str, own_passes: list[int]) -> None:
+    batch = image_prompts(name, (1, 1))
+    content = {k: v.clone() for k, v in batch.items() if v.is_floating_point()}
+    for value in content.values():
+        value[len(value) // 2 :] *= -1
+    calls = [batch, batch | content, {k: v[: len(v) // 2] for k, v in batch.items()}]
+    texts = [expected(name, inputs) for inputs in calls]
+    without_texts(name)
+    for inputs, text, reads, kept in zip(calls, texts, (2, 3, 3), ([], [0], [0]), strict=True):
+        out = written(name, inputs)
+        assert own_passes == [1] * reads and [row for row, count in enumerate(out.report.reused) if count] == kept
+        assert_same_tokens(enabled(name), inputs, text, out.sequences, name)
+
+
 def test_beside_a_long_question_the_image_of_a_short_one_stays_as_it_is(own_passes: list[int]) -> None:
     """Rows are read together: in the time of the longer text no row begins within its image."""
     name, short = "llava", 5
@@ -160,11 +179,50 @@ def test_beside_a_long_question_the_image_of_a_short_one_stays_as_it_is(own_pass
     without_texts(name)
     written(name, one)
     out = written(name, other)
-    assert own_passes == [2] and all(out.report.reused)
+    assert own_passes == [1, 1] and all(out.report.reused)
     assert_same_tokens(enabled(name), other, text, out.sequences, name)
 
 
+def test_images_that_were_taken_for_another_rows_are_read_all_together(
+    own_passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, inputs = "llava", image_prompts("llava", (1, 2))
+    pixels = inputs["pixel_values"]
+    for parts in (slice(0, 2), slice(2, 3)), (slice(0, 1), slice(1, 2)):
+        without_texts(name)
+        own_passes.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                multimodal, "_divided", lambda *_, parts=parts: [{"pixel_values": pixels[part]} for part in parts]
+            )
+            out = written(name, inputs)
+        assert own_passes[-1:] == [2] and len(own_passes) <= 3 and out.report.reused == [0, 0]
+        assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+        own_passes.clear()
+        written(name, inputs)  # the next batch is divided again
+        assert own_passes == [1, 1]
+
+
+@pytest.mark.parametrize("images", [(2, 1, 0), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "reads"), [("smolvlm", [3]), ("llava", [1, 1]), pytest.param("idefics2", [3], marks=pytest.mark.slow),
+                        pytest.param("qwen2_vl", [1, 1], marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_as_many_images_as_rows_are_divided_where_they_are_not_arranged_by_row(
+    name: str, reads: list[int], images: tuple[int, ...], own_passes: list[int]
+) -> None:
+    inputs, next_batch = image_prompts(name, images), image_prompts(name, (1, 1), seed=3)
+    text = expected(name, inputs)
+    without_texts(name)
+    for given, passes in ((inputs, reads), (inputs, reads), (next_batch, [*reads, 1, 1])):
+        out = written(name, given)
+        assert own_passes == passes
+        if given is inputs:
+            assert_same_tokens(enabled(name), inputs, text, out.sequences, name)
+
+
 def test_images_and_videos_in_one_batch_are_read_all_together(own_passes: list[int]) -> None:
+    """As many images as rows look as if every row had one; the model says otherwise when the positions are computed."""
     name, inputs = "qwen2_vl", image_prompts("qwen2_vl", (2, 2))
     for token, kind in (("input_ids", VIDEO), ("mm_token_type_ids", 2)):
         inputs[token][1] = torch.where(inputs["input_ids"][1] >= IMAGE, kind, inputs[token][1])
@@ -174,6 +232,23 @@ def test_images_and_videos_in_one_batch_are_read_all_together(own_passes: list[i
     out = written(name, inputs)
     assert own_passes == [2]
     assert_same_tokens(enabled(name), inputs, expected(name, inputs), out.sequences, name)
+
+
+def test_a_lack_of_memory_is_not_taken_for_images_of_other_rows(
+    own_passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        own_passes.append(0)
+        raise torch.OutOfMemoryError("full")
+
+    without_texts("llava")
+    inputs = image_prompts("llava", (1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnForward, "read", full)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            written("llava", inputs)
+    written("llava", inputs)
+    assert own_passes == [0, 1, 1]
 
 
 def test_a_text_of_the_same_tokens_is_no_image(own_passes: list[int]) -> None:
