@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +22,11 @@ from ..settings import Attention, RuntimeSettings
 from .tokenizers import PADDED_PART, PADDING, check_tokenizer
 from .translation import TokenMap, token_map, translated
 
+log = logging.getLogger("decoders")
+
+#: A comparison of vocabularies is logged if it takes longer than this number of seconds.
+SLOW = 2.0
+
 
 class Assistants:
     """The draft models of one enabled model. When a draft model is freed, its engine is freed, too."""
@@ -28,6 +35,7 @@ class Assistants:
         self._loaded: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase | None]] = {}
         self._translations: weakref.WeakKeyDictionary[PreTrainedModel, tuple[TokenMap, object, PreTrainedModel]]
         self._translations = weakref.WeakKeyDictionary()
+        self._maps: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, TokenMap]] = weakref.WeakKeyDictionary()
         self._engines: weakref.WeakKeyDictionary[PreTrainedModel, Engine] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
@@ -39,6 +47,7 @@ class Assistants:
             engine.release()
         self._engines.clear()
         self._translations.clear()
+        self._maps.clear()
         self._loaded.clear()
 
     def forget(self) -> None:
@@ -59,6 +68,25 @@ class Assistants:
             known = self._engines[model] = Engine(model, attention, precision=precision)
         return known
 
+    def tokens(
+        self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
+    ) -> TokenMap:  # fmt: skip
+        """The map between the tokens of a draft model and of the target, cached. tokenizer: the target's; other: the draft model's.
+
+        Raises:
+            UnsupportedError: the bytes of tokens of one of the models are unknown.
+        """
+        kept = self._maps.get(model)
+        if kept is None or kept[0] is not tokenizer or kept[1] is not other:
+            begin = time.perf_counter()
+            kept = self._maps[model] = tokenizer, other, token_map(model, target, tokenizer, other)
+            if (seconds := time.perf_counter() - begin) > SLOW:
+                log.info(
+                    "comparing %d tokens of the target with %d of the draft model took %.1f s, once for a draft model: %.0f %% of the "
+                    "target's are shared", len(kept[2].own), len(kept[2].other), seconds, 100 * kept[2].shared,
+                )  # fmt: skip
+        return kept[2]
+
     def translated(
         self, model: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
         other: PreTrainedTokenizerBase | None, difference: UnsupportedError,
@@ -76,7 +104,7 @@ class Assistants:
         weights = values_of(weight for end in ends if end is not None for weight in end.parameters())
         kept = self._translations.get(model)
         try:
-            tokens = token_map(vocabulary_of(target), vocabulary_of(model), tokenizer, other)
+            tokens = self.tokens(model, target, tokenizer, other)
             if kept is not None and kept[0] is tokens and kept[1] == weights:
                 return kept[2]
             twin = translated(model, target, tokens)
@@ -167,7 +195,7 @@ class CallAssistants:
             if self.tokenizer is None or tokenizer is None:
                 return None  # `Context.draft` will raise the error
             try:
-                tokens = token_map(vocabulary_of(self.target), vocabulary_of(model), self.tokenizer, tokenizer)
+                tokens = self.kept.tokens(model, self.target, self.tokenizer, tokenizer)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{difference}: {error}") from difference
         if model.device != self.target.device:
@@ -207,8 +235,8 @@ def check_vocabulary(
         return
     if tokenizer is not None and draft_tokenizer is not None:
         if tokenizer is not draft_tokenizer:
-            lengths = len(tokenizer), len(draft_tokenizer)  # in the cache's key: a tokenizer can change
-            if (difference := _difference(tokenizer, draft_tokenizer, lengths)) is not None:
+            difference = _difference_of(tokenizer, draft_tokenizer)
+            if difference is not None:
                 raise UnsupportedError(difference)
         return
     sizes = [vocabulary_of(model) for model in (target, draft) if model.get_output_embeddings() is not None]
@@ -224,12 +252,22 @@ def check_vocabulary(
         )
 
 
-@lru_cache(4)
-def _difference(
-    tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, lengths: tuple[int, int]
-) -> str | None:
+#: Per draft tokenizer: the target's tokenizer with which it was compared, the sizes of both at that time, and their difference or None.
+_compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[Any], tuple[int, int], str | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Describes the difference between two tokenizers; None without one. Cached, because listing a large vocabulary takes a second."""
-    target, draft = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
+    if known is None or known[0]() is not tokenizer or known[1] != sizes:
+        difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())
+        known = _compared[draft_tokenizer] = weakref.ref(tokenizer), sizes, difference
+    return known[2]
+
+
+def _difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
     moved = [(token, id, draft.get(token)) for token, id in target.items() if draft.get(token) != id]
     extra = len(draft.keys() - target.keys())
     # The draft never proposes ids above the target's last id, so additional tokens with such ids do no harm.

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.announce import announced
 from ..constraints import Vocabulary
 from ..engine.model.layout import vocabulary_of
 from ..errors import UnsupportedError
@@ -47,18 +45,11 @@ class TokenMap:
     other: Vocabulary
 
 
-@lru_cache(4)
-@announced("comparing the vocabularies of target and draft model, once for a draft model")
 def token_map(
-    size: int, draft_size: int, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+    draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> TokenMap:  # fmt: skip
-    """The map from the target's to the draft model's tokens; cached, because it takes seconds for large vocabularies.
-
-    size, draft_size: the numbers of entries of the models' logits.
-
-    Raises:
-        UnsupportedError: the bytes of tokens are unknown.
-    """
+    """The map from the target's to the draft model's tokens. Raises UnsupportedError if the bytes of tokens are unknown."""
+    size, draft_size = vocabulary_of(target), vocabulary_of(draft)
     try:
         own, other = Vocabulary.of(tokenizer, size, []), Vocabulary.of(draft_tokenizer, draft_size, [])
     except UnsupportedError as error:

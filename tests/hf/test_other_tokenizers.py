@@ -33,9 +33,7 @@ def pair() -> tuple[PreTrainedModel, PreTrainedModel, Any, Any]:
 
 def test_tokens_with_the_same_bytes_are_mapped_and_the_others_are_read_by_their_end():
     target, draft, own, other = pair()
-    sizes = target.config.vocab_size, draft.config.vocab_size
-    tokens = token_map(*sizes, own, other)
-    assert token_map(*sizes, own, other) is tokens, "it takes seconds"
+    tokens = token_map(draft, target, own, other)
     assert 0.5 < tokens.shared < 1
     for token, draft_token in enumerate(tokens.written.tolist()):
         if draft_token >= 0:
@@ -47,7 +45,7 @@ def test_tokens_with_the_same_bytes_are_mapped_and_the_others_are_read_by_their_
 
 def test_the_draft_says_in_the_targets_ids_what_it_says_in_its_own():
     target, draft, own, other = pair()
-    tokens = token_map(target.config.vocab_size, draft.config.vocab_size, own, other)
+    tokens = token_map(draft, target, own, other)
     twin = translated(draft, target, tokens)
     ids = torch.tensor([own(TEXT)["input_ids"][:20]])
     with torch.no_grad():
@@ -185,6 +183,19 @@ def test_what_is_written_into_the_drafts_embedding_or_head_counts(end: str, writ
         after = twin(assistants)(ids).logits
         assert not torch.equal(after, before)
         assert torch.equal(after, twin(Assistants())(ids).logits)
+
+
+def test_a_slow_comparison_of_vocabularies_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(assistants, "SLOW", -1.0)
+    target, draft, own, other = pair()
+    kept = Assistants()
+    with caplog.at_level("INFO", "decoders"):
+        for _ in range(2):
+            kept.tokens(draft, target, own, other)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert f"{len(own)} tokens of the target with {len(other)} of the draft" in message
 
 
 def test_vocabularies_are_listed_in_the_first_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
