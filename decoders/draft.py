@@ -158,12 +158,12 @@ class Draft:
 
     def check(self, rows: int) -> None:
         """Raises DraftError if shapes or dtypes break the contract. The loop checks values on the device."""
-        if (
-            not isinstance(self.tokens, Tensor)
-            or self.tokens.dim() != 2
-            or not _is(self.tokens, torch.int64, (rows, self.tokens.shape[1]))
-        ):
+        if not isinstance(self.tokens, Tensor):
             raise DraftError(f"draft tokens must be int64 [{rows}, N-1], not {described(self.tokens)}")
+        if self.tokens.dtype != torch.int64 or self.tokens.dim() != 2 or self.tokens.shape[0] != rows:
+            raise DraftError(
+                f"draft tokens must be int64 [{rows}, N-1], not {self.tokens.dtype} {list(self.tokens.shape)}"
+            )
         if self.tokens.shape[1] + 1 > MAX_NODES:
             raise DraftError(f"a draft may have {MAX_NODES - 1} tokens per row at most, not {self.tokens.shape[1]}")
         if isinstance(self.topology, TreeTensors):

@@ -37,7 +37,6 @@ from .hf.ready import (
 )
 from .hf.tokenizers import check_tokenizer
 from .hf.wrapper import GIVEN_TOKENS, Generate
-from .registry.resolve import resolve_backend
 from .strategy import Strategy
 
 __all__ = [
@@ -133,10 +132,7 @@ def compiles_grammars_with(
     Raises:
         UnsupportedError: there is no tokenizer, its tokens' bytes are unknown, or `stops` is empty.
     """
-    options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
-    assert options is not None
-    backend = resolve_backend(options.runtime.constraint_backend)
-    return enabled(model).vocabulary(stops), backend, options.runtime.constraint_seconds
+    return enabled(model).compiles_with(stops, config)
 
 
 def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:

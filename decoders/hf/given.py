@@ -17,7 +17,6 @@ from ..engine.model.given import GivenPrompts, cached_tokens, check_cache
 from ..engine.model.layout import refusing
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError, amount
 from ..strategy import Strategy
-from ..tree import described
 from .arguments import unpad
 
 #: transformers' names of the argument for a cache.
@@ -152,8 +151,9 @@ class Embeddings(Beginning):
     @staticmethod
     def of(value: Any, arguments: Mapping[str, Any], model: PreTrainedModel) -> Embeddings:
         if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point() or not value.shape[1]:
+            said = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise InputError(
-                f"inputs_embeds must be vectors [rows, positions, width], at least one of each, not {described(value)}"
+                f"inputs_embeds must be vectors [rows, positions, width], at least one of each, not {said}"
             )
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape != value.shape[:2]:

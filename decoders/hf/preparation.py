@@ -15,7 +15,6 @@ from transformers.generation import stopping_criteria
 
 from ..common.transformers_compat import pad_token_of
 from ..engine.decode.criteria import Criteria, Processors
-from ..engine.decode.request import Stopping
 from ..engine.model.weights.state import content
 from ..sampling.prefixes import OperationSequences
 from ..sampling.processors import SamplingPlan
@@ -45,22 +44,26 @@ class Preparation:
     Attributes:
         config: the generation config in force.
         length: greatest number of tokens of a row, padded prompt included.
-        stopping: what ends a row before that; its criteria are those that the step does not evaluate itself.
+        stop_tokens: end-of-sequence ids.
+        pad_token: the token with which ended rows are padded.
         pads_ended_rows: whether a row that a criterion has stopped is padded while other rows continue.
         plan: the operations on logits inside the step.
         values: the values of the plan's operations.
         sequences: the token sequences of the plan's operations.
         processors: all logits processors if the plan cannot express every processor, else None.
+        criteria: stopping criteria that the step does not evaluate itself; None if there are none.
     """
 
     config: GenerationConfig
     length: int
-    stopping: Stopping
+    stop_tokens: tuple[int, ...]
+    pad_token: int
     pads_ended_rows: bool
     plan: SamplingPlan
     values: tuple[float, ...]
     sequences: OperationSequences
     processors: Processors | None
+    criteria: Criteria | None
 
     @staticmethod
     def of(
@@ -81,14 +84,14 @@ class Preparation:
             by_row, names = all(type(c) in _BY_ROW for c in on_host), tuple(type(c).__name__ for c in on_host)
             host_criteria = Criteria(cast(Callable[..., Tensor], on_host), by_row, pads, names)
         return Preparation(
-            config, min(lengths, default=config.max_length), Stopping(stop_tokens, pad_token_of(config), host_criteria), pads,
-            *plan_sampling(processors, prompts, config, stop_tokens),
+            config, min(lengths, default=config.max_length), stop_tokens, pad_token_of(config), pads,
+            *plan_sampling(processors, prompts, config, stop_tokens), host_criteria,
         )  # fmt: skip
 
     @property
     def reusable(self) -> bool:
         """Whether nothing but lengths depends on the prompt, so that calls of the same :data:`Kind` can use the preparation."""
-        on_host = self.processors is not None or self.stopping.criteria is not None
+        on_host = self.processors is not None or self.criteria is not None
         return not on_host and self.config.min_new_tokens is None and AT_A_LENGTH.isdisjoint(self.plan.operations)
 
     def of_length(self, prompt: int, new_tokens: int) -> Preparation:

@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..common.transformers_compat import without_position_ids
 from ..engine.decode.engine import Engine
 from ..engine.decode.output import RequestOutput
-from ..engine.decode.request import Models, Request, Returned, Sampling
+from ..engine.decode.request import Models, Request, Returned, Sampling, Stopping
 from ..engine.model.layout import vocabulary_of
 from ..errors import SettingsError, UnsupportedError
 from ..registry.plugins import registry
@@ -175,7 +175,7 @@ def prepare(
                 kept.clear()
             kept[kind] = preparation
     padded, mask = input_ids.to(model.device), mask.to(model.device) if mask is not None else None
-    inferred_from = None if given.get("attention_mask") is not None else preparation.stopping.pad_token
+    inferred_from = None if given.get("attention_mask") is not None else preparation.pad_token
     if beginning is None:
         prompts = unpad(padded, mask, inferred_from)
     else:
@@ -188,11 +188,11 @@ def prepare(
             "processor of this call works token by token: take verifier='coupled'"
         )
     if len(prompts) > 1 and preparation.pads_ended_rows:
-        check_pad_token(model, preparation.stopping.pad_token)
+        check_pad_token(model, preparation.pad_token)
     config, plan = preparation.config, preparation.plan
     copies, multimodal = config.num_return_sequences or 1, None
     grammars = Grammars.of(  # before the engine is created, which takes seconds: errors come at once
-        options.grammar, len(prompts), copies, tokenizer, model, preparation.stopping.tokens, runtime,
+        options.grammar, len(prompts), copies, tokenizer, model, preparation.stop_tokens, runtime,
         options.thinking, prompts,
     )  # fmt: skip
     engine = engine_of()
@@ -219,14 +219,14 @@ def prepare(
     if options.seed is None:  # processes that share the model draw the same noise
         (seed,) = engine.target.ranks.first([seed])
     streamer = given.get("streamer")
-    aligner = StreamAligner(streamer, preparation.stopping.pad_token) if streamer is not None else None
+    aligner = StreamAligner(streamer, preparation.pad_token) if streamer is not None else None
     assistant = given.get("assistant_model")
     draft_models = CallAssistants(assistants, model, engine, tokenizer, given.get("assistant_tokenizer"), runtime)
     request = Request(
         models=Models(model, tokenizer, assistant, draft_models),
         strategy=options.strategy, resolve=resolve_strategy, origin=registry().origin(type(options.strategy)),
         verifier=options.verifier, runtime=runtime, prompts=prompts, padded_prompt=padded, new_tokens=new_tokens,
-        stopping=preparation.stopping,
+        stopping=Stopping(preparation.stop_tokens, preparation.pad_token, preparation.criteria),
         plan=replace(plan, masked=grammars.any), sampling=Sampling(preparation.values, seed, preparation.sequences),
         processors=preparation.processors, grammars=grammars.rows,
         returned=Returned(

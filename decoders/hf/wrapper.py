@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..constraints import Vocabulary
+from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
 from ..engine.decode.engine import TEXTS, Engine, MemoryKey
 from ..engine.decode.output import RequestOutput
@@ -24,6 +24,7 @@ from ..engine.model.layout import vocabulary_of as logits_of
 from ..engine.model.ranks import Ranks
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..errors import SettingsError, UnsupportedError
+from ..registry.resolve import resolve_backend
 from ..settings import RuntimeSettings
 from ..text_memory import TextMemory
 from .arguments import OWN, PLAIN, check_inputs, refuse_arguments, shown
@@ -188,9 +189,22 @@ class Generate:
 
         return prepare(self.model, options, tokenizer, engine_of, self._assistants, self._preparations, beginning)
 
-    def vocabulary(self, stops: Sequence[int]) -> Vocabulary:
-        """The vocabulary with which calls compile grammars. Raises the errors of :func:`~decoders.hf.grammars.vocabulary_of`."""
-        return vocabulary_of(self.tokenizer, logits_of(self.model), stops)
+    def compiles_with(
+        self, stops: Sequence[int], config: Mapping[str, Any] | None
+    ) -> tuple[Vocabulary, Backend, float]:
+        """The vocabulary, the backend and the time limit in seconds with which calls compile grammars.
+
+        Args:
+            stops: stop tokens.
+            config: ``decoders_config`` of the calls.
+
+        Raises:
+            UnsupportedError: there is no tokenizer or no stop token, or the bytes of the tokens are unknown.
+        """
+        options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
+        assert options is not None
+        vocabulary = vocabulary_of(self.tokenizer, logits_of(self.model), stops)
+        return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
         """The engine for the model's current weights, and for the attention and precision that `runtime` sets. It is built on first

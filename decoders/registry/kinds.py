@@ -178,18 +178,26 @@ def _check_settings(cls: type[Configured], shown: str) -> None:
             raise PluginError(f"{shown}: setting {setting!r} of {settings.__name__} must have a default")
 
 
-#: The types of the attributes that strategies declare.
-_DECLARED: Mapping[str, Any] = {
-    "needs": str, "auto_place": int | float | None, "auto_settings": Mapping, "hints": Mapping,
-} | {name: type(trait.default) for name, trait in TRAITS.items()}  # fmt: skip
+#: The attributes that strategies declare: name → (test whether a value is right, the right values).
+_DECLARED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "hidden_layers": (lambda v: isinstance(v, tuple) and all(type(n) is int for n in v), "a tuple of integers"),
+    "grade_rates": (
+        lambda v: isinstance(v, tuple) and all(isinstance(n, int | float) and 0 <= n <= 1 for n in v),
+        "a tuple of shares from 0 to 1",
+    ),
+    "needs": (lambda v: isinstance(v, str), "a string"),
+    "auto_place": (lambda v: v is None or isinstance(v, int | float), "a number or None"),
+    "auto_settings": (lambda v: isinstance(v, Mapping), "a dict of settings"),
+    "hints": (lambda v: isinstance(v, Mapping), "a dict of settings by argument"),
+} | {n: (lambda v: isinstance(v, bool), "True or False") for n, t in TRAITS.items() if isinstance(t.default, bool)}
 
 
 def check_traits(owner: Strategy | type[Strategy], shown: str) -> None:
     """Raises PluginError if a declaration of a strategy or its class has another type than the reference says."""
-    for name, kind in _DECLARED.items():
+    for name, (right, wanted) in _DECLARED.items():
         value = getattr(owner, name)
-        if not isinstance(value, property | kind):
-            raise PluginError(f"{shown}.{name} must be of type {getattr(kind, '__name__', kind)}, not {value!r}")
+        if not isinstance(value, property) and not right(value):
+            raise PluginError(f"{shown}.{name} must be {wanted}, not {value!r}")
 
 
 def _check_strategy(cls: type[Strategy], shown: str) -> None:

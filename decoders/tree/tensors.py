@@ -63,9 +63,9 @@ class TreeTensors:
         ):  # fmt: skip
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.shape != shape:
+                given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise DraftError(
-                    f"{name} of trees for {amount(rows, 'row')} of {amount(n, 'node')} must be {dtype} {list(shape)}, not "
-                    f"{described(tensor)}"
+                    f"{name} of trees for {amount(rows, 'row')} of {amount(n, 'node')} must be {dtype} {list(shape)}, not {given}"
                 )
 
     def sound(self, wait: bool = False) -> Tensor:

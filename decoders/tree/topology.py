@@ -89,8 +89,12 @@ class Topology:
     def from_parents(parents: Sequence[int]) -> Topology:
         """Builds a tree from parent indices: ``[-1, 0, 1, 1]`` is a root, its child and two grandchildren."""
         offsets: list[int] = []
+        if not parents or parents[0] != NO_PARENT:
+            raise DraftError(f"node 0 is the root: its parent must be -1, in {list(parents)[:8]}")
         for node, parent in enumerate(parents):
-            offsets.append(offsets[parent] + 1 if 0 <= parent < node else 0)
+            if not NO_PARENT <= parent < max(node, 1):
+                raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")
+            offsets.append(offsets[parent] + 1 if parent >= 0 else 0)
         return Topology(tuple(parents), tuple(offsets))
 
     @staticmethod

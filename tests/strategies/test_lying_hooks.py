@@ -115,7 +115,7 @@ WRONG_SHAPES: dict[str, tuple[Callable[[Sequences, Tensor], Any], str]] = {
     "sees a rival": (
         lambda s, t: Draft(t, Topology((-1, 0, 0, 0), (0, 1, 1, 1), ((), (), (1,), ()))), "may see its own ancestors only"
     ),
-    "root": (lambda s, t: Draft(t, Topology.from_parents([0, 0, 1, 2])), "node 0 must be the root"),
+    "root": (lambda s, t: Draft(t, Topology.from_parents([0, 0, 1, 2])), "node 0 is the root"),
     "visible of floats": (with_tree(visible=lambda t: t.visible.float()), "visible of trees for 1 row of 4 nodes"),
     "parents of other rows": (with_tree(parents=lambda t: t.parents.expand(2, -1)), "parents of trees for 1 row"),
 }  # fmt: skip

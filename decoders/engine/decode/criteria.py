@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import InputError, UnsupportedError, amount
 from ...sampling.choice import Candidates
 from ...sampling.processors import Masks, SamplingPlan, grammar_first
-from ...tree import TreeTensors, described, parents_by_row
+from ...tree import TreeTensors, parents_by_row
 from ..model.ranks import ALONE, Ranks
 from .core import StepOutput
 from .rows import Rows
@@ -173,9 +173,10 @@ def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
             error.add_note(f"decoders: in logits processor {name}, shown {amount(ids.shape[1], 'token')} per row")
             raise
         if not isinstance(result, Tensor) or result.shape != scores.shape or not result.is_floating_point():
-            raise UnsupportedError(
-                f"logits processor {name} returned {described(result)} for scores {list(scores.shape)}"
+            what = (
+                f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             )
+            raise UnsupportedError(f"logits processor {name} returned {what} for scores {list(scores.shape)}")
         scores = result.to(scores.dtype)
     return scores
 
