@@ -169,6 +169,6 @@ def test_a_planted_wrong_norm_is_found(variant: str, dtype: torch.dtype) -> None
     wrong = replace(
         kernels, linear_rotated=lambda *given: kernels.linear_rotated(*given[:-4], *given[-3:-5:-1], *given[-2:])
     )
-    assert cpu.check(wrong) == "a wrong rotary position of float32"
+    assert cpu.check(wrong) == "wrong rotary positions of float32"
     wrong = replace(kernels, write_to_cache=lambda *given: kernels.write_to_cache(given[1], given[0], *given[2:]))
-    assert cpu.check(wrong) == "a wrong write to a cache of float32"
+    assert cpu.check(wrong) == "a wrong write of float32 to the cache"

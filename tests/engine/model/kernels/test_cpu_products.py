@@ -169,7 +169,7 @@ def test_a_wrong_kernel_falls_back_to_the_next_variant_and_one_warning_says_so(c
     assert len(warned) == 1
     choice = cpu.chosen()
     assert choice.kernels is not None and choice.kernels.variant == second
-    assert f"{best}: a wrong product of three rows of float32" in str(choice)
+    assert f"{best}: a wrong product of float32: 3 rows" in str(choice)
 
 
 def test_an_unknown_variant_is_an_error_that_names_the_nearest(choosing: pytest.MonkeyPatch) -> None:

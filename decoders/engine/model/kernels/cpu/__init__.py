@@ -7,11 +7,12 @@ machine compiles it into the cache folder in 10 to 20 seconds. If there is no co
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -177,94 +178,153 @@ def loaded(variant: str) -> Kernels:
 
 
 def check(kernels: Kernels) -> str | None:
-    """Compares the operators with torch in float64, at one size each. Describes the first wrong result; None if all are right.
-
-    This finds mistakes of a compiler or a processor. The tests compare the operators at many sizes.
-    """
-    for dtype in TYPES:
-        for part in (_products, _attention, _quantized):
-            for what, result, expected in part(kernels, dtype):
-                if not _agree(result, expected):
-                    return f"a wrong {what} of {str(dtype).removeprefix('torch.')}"
-    return None
+    """Compares the kernels' results with float64 for several sizes. Describes the first wrong result; None if all are right."""
+    found = (part(kernels, dtype) for dtype in TYPES for part in (_check_products, _check_elementwise))
+    return next(filter(None, found), None) or _check_attention(kernels) or _check_quantized(kernels)
 
 
-def _agree(result: Tensor, expected: Tensor) -> bool:
-    """Whether `result` equals `expected`: bit for bit if they have the same dtype, else up to rounding."""
-    if result.dtype == expected.dtype:
-        return torch.equal(result, expected)
-    tolerance = max(torch.finfo(result.dtype).eps, 1e-5) * expected.abs().max()
-    return bool((result.double() - expected).abs().max() <= tolerance)  # False for a NaN
-
-
-def _drawn(dtype: torch.dtype, *sizes: tuple[int, ...]) -> list[Tensor]:
+def _drawn(*sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(*size, generator=generator, device="cpu").to(dtype) for size in sizes]
 
 
-def _products(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields what was computed, the result of `kernels`, and the expected result."""
-    x, gate, up, bias, weight = _drawn(dtype, (11, 54), (27, 54), (27, 54), (27,), (54,))
+def _is_close(result: Tensor, exact: Tensor) -> bool:
+    tolerance = max(torch.finfo(result.dtype).eps, 1e-5) * exact.abs().max()
+    return bool((result.double() - exact).abs().max() <= tolerance)  # False for a NaN
+
+
+def _check_products(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    for inputs, outputs in ((80, 27), (37, 9)):
+        x, matrix, bias = _drawn((11, inputs), (outputs, inputs), (outputs,), dtype=dtype)
+        exact = x.double() @ matrix.double().T + bias.double()
+        for stored in (matrix, matrix.t().contiguous().t()):
+            whole = kernels.few_rows_linear(x, [stored], [bias])
+            if not _is_close(whole, exact):
+                return f"a wrong product of {name}"
+            for rows in range(1, len(x)):
+                if not torch.equal(kernels.few_rows_linear(x[:rows], [stored], [bias]), whole[:rows]):
+                    return f"a wrong product of {name}: {rows} rows have other bits than among {len(x)}"
+            # Numbers stored in 16 bits must give the same sums as the same numbers stored in float32.
+            wide, others = x.float(), [bias.float()]
+            narrow = (kernels.few_rows_linear(wide, [each], others) for each in (stored, stored.float()))
+            if not torch.equal(*narrow):
+                return f"a wrong product of float32 and {name}"
+    return None
+
+
+def _check_elementwise(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    x, weight, heads, angles = _drawn((5, 54), (54,), (2, 3, 4, 10), (2, 4, 10), dtype=dtype)
     wide = x.double()
-    gated, factor = wide @ gate.double().T, wide @ up.double().T
-    for stored in (gate, gate.t().contiguous().t()):
-        product = kernels.few_rows_linear(x, [stored], [bias])
-        yield "product", product, gated + bias.double()
-        yield "product of three rows", kernels.few_rows_linear(x[5:8], [stored], [bias]), product[5:8]
-    yield "activation", kernels.gated_linear(x, [gate, up], [], [], 1, 0), F.silu(gated) * factor
-    formula = weight, 1e-5, False, False
     norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
-    yield "norm", kernels.rms_norm(x, *formula), norm
-    one = torch.eye(54, dtype=dtype, device="cpu")  # products by it are exact
-    total, normed = kernels.linear_to_residual(x, [one], [], [], 1, x, *formula, *formula)
-    yield "sum", total, x + kernels.rms_norm(x, *formula)
-    yield "norm of a sum", normed, kernels.rms_norm(total, *formula)
+    if not _is_close(kernels.rms_norm(x, weight, 1e-5, False, False), norm):
+        return f"a wrong norm of {name}"
+    # Products by 1 are exact, so this checks only the epilogues.
+    ones = torch.eye(54, dtype=dtype, device="cpu")
+    gate, up = wide.chunk(2, -1)
+    for kind, activated in enumerate((F.silu(gate), F.gelu(gate, approximate="tanh"))):
+        if not _is_close(kernels.gated_linear(x, [ones[:27], ones[27:]], [], [], 1, kind), activated * up):
+            return f"a wrong activation of {name}"
+    formula = weight, 1e-5, False, False
+    total, normed = kernels.linear_to_residual(x, [ones], [], [], 1, x, *formula, *formula)
+    if not torch.equal(total, x + kernels.rms_norm(x, *formula)):
+        return f"a wrong sum of {name}"
+    if not torch.equal(normed, kernels.rms_norm(total, *formula)):
+        return f"a wrong norm of a sum of {name}"
+    cos, sin = angles.cos(), angles.sin()
+    first, second = heads.double().chunk(2, -1)
+    turned = heads.double() * cos.double()[:, None] + torch.cat([-second, first], -1) * sin.double()[:, None]
+    # There is one head each of queries, keys and values.
+    row, each = heads.transpose(1, 2).flatten(2), torch.eye(30, dtype=dtype, device="cpu").split(10)
+    given: tuple[Any, ...] = row, list(each), [], [], 1, None, None, 0.0, False, False, cos, sin
+    keys, values = torch.zeros(2, 2, 1, 4, 10, dtype=dtype, device="cpu")
+    slots = torch.tensor([[2, 0, 3, 1], [0, 1, -1, 2]], device="cpu")
+    place = (slots % 4)[:, None, :, None].expand(2, 1, 4, 10)
+    query, key, _ = kernels.linear_rotated(*given, 1, 10)
+    if not _is_close(torch.cat([query.transpose(1, 2), key], 1), turned[:, :2]):
+        return f"wrong rotary positions of {name}"
+    kernels.write_to_cache(keys, values, slots, key, heads[:, 2:], None, None)
+    if not (torch.equal(keys.gather(2, place), key) and torch.equal(values.gather(2, place), heads[:, 2:])):
+        return f"a wrong write of {name} to the cache"
+    states = heads[:, 1:2], heads[:, 2:]
+    levels, scales = (
+        torch.zeros(2, 2, 1, 4, size, dtype=of, device="cpu") for size, of in ((10, torch.int8), (1, dtype))
+    )
+    kernels.write_to_cache(*levels, slots, *states, *scales)
+    for own, scale, state in zip(levels, scales, states, strict=True):
+        error = (own * scale.double()).gather(2, place) - state
+        if not (error.abs() <= 0.9 / 127 * state.abs().amax(-1, keepdim=True)).all():
+            return f"a wrong write of {name} to an int8 cache"
+    return None
 
 
-def _attention(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Like :func:`_products`, for rotary positions, writes to a cache, and attention of two heads of queries to one of keys."""
-    x, angles = _drawn(dtype, (1, 11, 64), (1, 11, 16))
-    cos, sin, one = angles.cos(), angles.sin(), torch.eye(64, dtype=dtype, device="cpu")
-    heads = x.unflatten(-1, (4, 16)).transpose(1, 2)
-    given: tuple[Any, ...] = x, list(one.split((32, 16, 16))), [], [], 1, None, None, 0.0, False, False, cos, sin
-    turned, key, _ = kernels.linear_rotated(*given, 1, 16)
-    query, value = turned.transpose(1, 2), heads[:, 3:]
-    wide = heads[:, :3].double()
-    across = torch.cat([-wide[..., 8:], wide[..., :8]], -1)
-    yield "rotary position", torch.cat([query, key], 1), wide * cos.double() + across * sin.double()
-    slots = torch.arange(11, device="cpu")
-    mask = torch.stack([slots, torch.zeros_like(slots)], -1)[None, None]  # of a text
-    for stored in (dtype, torch.int8):
-        caches, expected = torch.zeros(2, 1, 1, 11, 16, dtype=stored, device="cpu"), torch.stack([key, value])
-        scales: Any = torch.zeros(2, 1, 1, 11, 1, dtype=dtype, device="cpu") if stored == torch.int8 else (None, None)
-        kernels.write_to_cache(*caches, slots[None], key, value, *scales)
-        kept = caches.double()
-        if stored == torch.int8:
-            expected, kept = (expected.float() / scales.float()).round().to(stored), kept * scales.double()
-        yield "write to a cache", caches, expected
-        attended = kernels.slot_attention(query, *caches, mask, None, *scales, 0, 0, 0.25, 0.0)
-        exact = F.scaled_dot_product_attention(
-            query.double(), kept[0], kept[1], is_causal=True, scale=0.25, enable_gqa=True
-        )
-        yield "attention", attended, exact.transpose(1, 2)
-
-
-def _quantized(kernels: Kernels, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Like :func:`_products`, for matrices of 8 and of 4 bits."""
+def _check_attention(kernels: Kernels) -> str | None:
+    """Checks a tree after 70 committed tokens, with branches in slots ``70 71 72`` and ``70 73 74 75``; six query and two key heads."""
     generator = torch.Generator().manual_seed(0)
-    for bits, groups in ((8, 1), (8, 2), (4, 6)):
-        values = torch.randint(-8, 8, (48, 192), generator=generator, device="cpu")
-        steps, middles = torch.rand(2, 48, groups, generator=generator, device="cpu").double()
-        whole = values.double().unflatten(1, (groups, -1)) * steps[..., None]
-        levels, scales = values.to(torch.int8), steps.float()
-        if bits == 4:
+    committed, parents, window, softcap = 70, (-1, 0, 1, 0, 3, 4), 40, 3.0
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    rows = [[sum(1 << node for node in path), len(path) - 1, committed] for path in paths]
+    mask = torch.tensor(rows, device="cpu")[None, None]
+    chain = torch.tensor([[(2 << node) - 1, node, committed] for node in range(4)], device="cpu")[None, None]
+    slots = [*range(committed), *(committed + node for node in paths[-1])]
+    for dtype, int8 in itertools.product(TYPES, (False, True)):
+        width, name = 48 if int8 else 36, f"{str(dtype).removeprefix('torch.')}{' over an int8 cache' if int8 else ''}"
+        query, key, value = (
+            torch.randn(1, *size, generator=generator, device="cpu").to(dtype)
+            for size in ((6, len(parents), width), (2, 90, width), (2, 90, 20))
+        )
+        scales, wide = [], [key.double(), value.double()]
+        if int8:
+            scales = [tensor.abs().amax(-1, keepdim=True) / 127 for tensor in (key, value)]
+            key, value = (
+                (t / s).round().clamp(-127, 127).to(torch.int8) for t, s in zip((key, value), scales, strict=True)
+            )
+            wide = [key.double() * scales[0], value.double() * scales[1]]
+        wide = [tensor.repeat_interleave(3, 1) for tensor in wide]
+        for reach, cap in ((0, 0.0), (window, softcap)):
+            options = reach, 0, 0.3, cap
+            ours = kernels.slot_attention(query, key, value, mask, None, *(scales or (None, None)), *options)
+            for node, path in enumerate(paths):
+                seen = [*range(committed), *(committed + other for other in path)][-reach:]
+                scores = (query[:, :, node, None].double() * wide[0][:, :, seen]).sum(-1) * 0.3
+                weights = (cap * torch.tanh(scores / cap) if cap else scores).softmax(-1)
+                exact = (weights[..., None] * wide[1][:, :, seen]).sum(2)
+                if (
+                    not (ours[:, node].double() - exact).abs().max()
+                    <= max(torch.finfo(dtype).eps, 1e-5) * exact.abs().max()
+                ):
+                    return f"a wrong attention in {name}"
+            one = query[:, :, paths[-1]], key[:, :, slots], value[:, :, slots], chain, None
+            own = [scale[:, :, slots] for scale in scales] or (None, None)
+            if not torch.equal(kernels.slot_attention(*one, *own, *options), ours[:, paths[-1]]):
+                return f"a wrong attention in {name}: a branch has other bits than a chain"
+    return None
+
+
+def _check_quantized(kernels: Kernels) -> str | None:
+    """Checks products with matrices of 8 and of 4 bits."""
+    generator = torch.Generator().manual_seed(0)
+    for bits, outputs, inputs, groups in ((8, 27, 77, 1), (8, 27, 192, 2), (4, 48, 416, 13), (4, 48, 512, 4)):
+        x = torch.randn(11, inputs, generator=generator, device="cpu")
+        values = torch.randint(-8, 8, (outputs, inputs), generator=generator, device="cpu")
+        steps, middles = torch.rand(2, outputs, groups, generator=generator, device="cpu").double()
+        whole = values.double().view(outputs, groups, -1) * steps[..., None]
+        if bits == 8:
+            levels, scales = values.to(torch.int8), steps.float()
+        else:
             whole += middles[..., None]
             levels, scales = four_bits.packed((values + 8).to(torch.uint8)), four_bits.with_offsets(steps, middles)
-        (x,) = _drawn(dtype, (11, 192))
-        product = kernels.quantized_linear(x, [levels], [scales], [], 2)
-        yield f"product of {bits} bits", product, x.double() @ whole.flatten(1).T
-        one = kernels.quantized_linear(x[5:6], [levels], [scales], [], 2)
-        yield f"product of {bits} bits and one row", one, product[5:6]
+        exact = x.double() @ whole.view(outputs, inputs).T
+        for digits, tolerance in ((1, 1e-3), (2, 1e-5)):
+            product = kernels.quantized_linear(x, [levels], [scales], [], digits)
+            if not (product.double() - exact).abs().max() <= tolerance * exact.abs().max():
+                return f"a wrong product of {bits} bits"
+            if not torch.equal(kernels.quantized_linear(x[5:6], [levels], [scales], [], digits), product[5:6]):
+                return f"a wrong product of {bits} bits: one row has other bits than among {len(x)}"
+    return None
 
 
 def takes(matrix: Tensor) -> bool:
