@@ -103,14 +103,13 @@ class Made:
     Comparing the ``repr`` of strategies is not enough, because a ``repr`` shows only the settings.
     """
 
+    __slots__ = ("attributes", "shown")
+
     def __init__(self, value: Strategy | Verifier) -> None:
-        self.shown, self.attributes = (type(value), value.name, repr(value)), _comparable(vars(value))
+        self.shown, self.attributes = (type(value), value.name, repr(value)), dict(vars(value))
 
     def __eq__(self, other: object) -> bool:
-        try:
-            return isinstance(other, Made) and self.shown == other.shown and bool(self.attributes == other.attributes)
-        except Exception:  # values whose comparison returns no single bool, such as tensors, count as different
-            return False
+        return isinstance(other, Made) and self.shown == other.shown and _alike(self.attributes, other.attributes)
 
     def __hash__(self) -> int:
         return hash(self.shown)
@@ -119,9 +118,18 @@ class Made:
         return repr(self.shown)
 
 
-def _comparable(value: Any) -> Any:
-    if isinstance(value, Strategy):
-        return Made(value)
-    if isinstance(value, dict):
-        return {name: _comparable(own) for name, own in value.items()}
-    return [type(value), *map(_comparable, value)] if isinstance(value, tuple | list) else value
+def _alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Strategy):
+        return Made(one) == Made(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(own, other[name]) for name, own in one.items())
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # values whose comparison returns no single bool, such as tensors, count as different
+        return False
