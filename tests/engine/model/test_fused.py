@@ -146,6 +146,15 @@ def test_groups_that_would_run_at_the_same_time_are_not_both_made() -> None:
     assert shared.groups() == [("a", "c")]
 
 
+def test_layers_that_get_their_input_by_keyword_are_in_no_group() -> None:
+    layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in "ab"})
+    with fused.SharedInputs(layers) as shared:
+        x = torch.randn(1, 8)
+        layers["a"](x)
+        layers["b"](input=x)
+    assert shared.groups() == []
+
+
 @by_our_kernels
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

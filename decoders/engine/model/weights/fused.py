@@ -37,7 +37,8 @@ class SharedInputs:
             hook.remove()
 
     def _noting(self, path: str) -> Callable[[nn.Module, tuple], None]:
-        return lambda _, given: self._calls.append((path, given[0]))
+        # A layer that gets its input by keyword is in no group.
+        return lambda _, given: self._calls.append((path, given[0])) if given else None
 
     def groups(self) -> list[Group]:
         """Groups of layers with the same input tensor. No layer of a group ran twice, and a group ends before the next group begins."""
