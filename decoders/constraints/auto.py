@@ -8,8 +8,8 @@ from typing import ClassVar
 from ..errors import GrammarError
 from .base import Backend, CompiledGrammar, Language, Policy
 from .llguidance import LLGuidance
-from .patterns.python import PART
 from .patterns.reader import read
+from .patterns.rust import RUST
 from .patterns.tree import Cat, Chars, Class, Or, Pattern, Repeat
 from .table import Table
 from .table.backend import STATES
@@ -74,7 +74,7 @@ def least_states(regex: str) -> int:
     if not _COUNT.search(regex):
         return 0
     try:
-        return _states(read(regex, PART))
+        return _states(read(regex, RUST))
     except (GrammarError, RecursionError):  # compilation will report the error
         return 0
 

@@ -24,8 +24,8 @@ class Language:
 
     Attributes:
         name: the language's name in messages and reports.
-        regex: a pattern that the whole text must match, in the syntax that Rust's ``regex`` crate and Python's ``re`` share; no
-            look-around, no back-references, no anchors, no flags.
+        regex: a pattern that the whole text must match, in the syntax of Rust's ``regex`` crate; no look-around, no back-references,
+            no flags.
         lark: a grammar in llguidance's dialect of Lark, with the start rule ``start``.
         warnings: how the language differs from its specification (:class:`~decoders.constraints.specs.Spec`), one sentence each.
         whole: a function that raises GrammarError if a finished text breaks the specification; None if the language has no such text.

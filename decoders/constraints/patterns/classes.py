@@ -13,6 +13,7 @@ from .tree import Anchor, Chars, Class, joined_class
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
+_CLASS_BEGIN = re.compile(r"\[\^?\]?")
 #: For each letter of an escape, the number of digits of a code point without braces.
 _CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
 
@@ -58,6 +59,8 @@ class ClassReader:
 
     def character_class(self, begin: int) -> Set:
         """Reads a class in brackets at `begin`."""
+        if self.dialect.nested_classes:
+            return self.nested_class(begin)
         self.place = begin + 1
         negated = self.take("^")
         first = self.place
@@ -70,6 +73,22 @@ class ClassReader:
         if named:
             return Class(joined_class(ranges, named, negated), place=begin)
         return Chars(characters.complement(ranges) if negated else ranges, place=begin)
+
+    def nested_class(self, begin: int) -> Class:
+        """Reads a class that may contain classes; returns its text unchanged."""
+        depth = 0
+        while self.place < len(self.pattern):
+            if opened := _CLASS_BEGIN.match(self.pattern, self.place):
+                depth += 1
+                self.place = opened.end()  # a bracket that comes first stands for itself
+                continue
+            depth -= self.peek("]")
+            self.place += 2 if self.peek("\\") else 1
+            if not depth:
+                break
+        if depth:
+            self.refuse("unclosed class", "[", begin)
+        return Class(self.pattern[begin : self.place], place=begin)
 
     def member(self, class_begin: int) -> Set:
         """Reads a character or a range in the class that begins at `class_begin`."""

@@ -17,7 +17,7 @@ Problem: TypeAlias = Literal[
     "unclosed group", "unopened group", "unclosed comment", "unclosed class", "class in a class", "class operation",
     "range of classes", "range reversed", "nothing to repeat", "repeated anchor", "repeated group with anchors", "repeated twice",
     "possessive", "too often", "bounds reversed", "backslash at the end", "unknown escape", "octal escape", "back-reference",
-    "word boundary", "anchor", "look-around", "no digits", "no character", "unknown property", "options",
+    "word boundary", "anchor", "anchor inside", "look-around", "no digits", "no character", "unknown property", "options", "option x",
     "atomic group", "group without a name", "unknown group", "lone surrogate",
 ]  # fmt: skip
 
@@ -43,7 +43,7 @@ class Dialect:
 
     Attributes:
         messages: why a construct is refused, with ``{what}`` for the refused text. A construct without a message is not refused: it
-            is read as in other dialects.
+            is read as in other dialects, or kept verbatim.
         error: creates the error from the pattern, the problem, the refused text, the reason, and the index of the refused text.
         dot: the meaning of ``.``.
         escapes: letters that mean the same in a class and outside.
@@ -62,6 +62,7 @@ class Dialect:
         empty_classes: whether ``[]`` is an empty class; otherwise a bracket at the beginning of a class stands for itself.
         no_range_before: in a class, a hyphen in front of one of these texts stands for itself; "" is the end of the pattern.
         class_operations: operators between classes, which are refused.
+        nested_classes: whether classes may contain classes; all classes are kept verbatim then.
         named_group: the beginning of a group with a name.
         comments: whether ``(?#…)`` is a comment.
         look_aheads: whether ``(?=`` and ``(?!`` are read.
@@ -88,6 +89,7 @@ class Dialect:
     empty_classes: bool = False
     no_range_before: tuple[str, ...] = ("", "]", "-")
     class_operations: tuple[str, ...] = ()
+    nested_classes: bool = False
     named_group: re.Pattern[str] = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
     comments: bool = False
     look_aheads: bool = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ...errors import GrammarError
 from . import characters
@@ -90,10 +89,6 @@ PYTHON = Dialect(
         (re.compile(r"\(\?.?", re.DOTALL), "atomic group"),
     ),
 )  # fmt: skip
-
-
-#: The dialect of expressions that are parts of longer ones, where no anchor is idle.
-PART = replace(PYTHON, messages={**_MESSAGES, "anchor": "the whole text must match anyway"})
 
 
 def whole_text(pattern: str) -> str:

@@ -13,7 +13,7 @@ from ...errors import shortened
 from . import characters, limits
 from .classes import ClassReader
 from .dialect import Dialect, Problem
-from .tree import Anchor, Cat, Chars, Look, Or, Pattern, Repeat
+from .tree import Anchor, Cat, Chars, Look, Or, Pattern, Repeat, Verbatim
 
 _COUNT = re.compile(r"\{([0-9]*)(,?)([0-9]*)\}")
 _MARKS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
@@ -41,7 +41,7 @@ class _Group:
 
     Attributes:
         place: index of its parenthesis in the pattern.
-        look: the text that opens the group, if it is a look-ahead.
+        opening: the text that opens the group, if it is of another kind than ``(?:``.
         alternatives: the complete alternatives.
         parts: parts of the current alternative.
         last: what a quantifier would repeat if it came next.
@@ -49,7 +49,7 @@ class _Group:
     """
 
     place: int
-    look: str = ""
+    opening: str = ""
     alternatives: list[Pattern] = field(default_factory=list)
     parts: list[Pattern] = field(default_factory=list)
     last: _Last = "nothing"
@@ -103,8 +103,10 @@ class _Reader(ClassReader):
                     self.group.add(Chars(self.dialect.dot, place=begin))
                 else:
                     self.literal(character, begin)
-        if len(self.groups) > 1:
+        # If the dialect accepts an unclosed group, the group contains the rest of the pattern.
+        while len(self.groups) > 1:
             self.refuse("unclosed group", "(", self.group.place)
+            self.close(self.place)
         self.group.end_alternative()
         return self.group.tree()
 
@@ -149,6 +151,16 @@ class _Reader(ClassReader):
         for beginning, problem in self.dialect.other_groups:
             if opening := beginning.match(self.pattern, begin):
                 self.refuse(problem, opening[0], begin)
+                self.place = opening.end()
+                if opening[0].endswith(")"):  # options apply up to the end of the group, so its parentheses are kept
+                    self.group.opening = self.group.opening or "(?:"
+                    self.group.add(Verbatim(opening[0], place=begin))
+                    self.group.last = "nothing"
+                else:
+                    self.push(_Group(begin, opening[0]))
+                return
+        self.place += 2
+        self.push(_Group(begin, "(?"))
 
     def push(self, group: _Group) -> None:
         if self.dialect.nesting_limited and len(self.groups) >= limits.NESTING:
@@ -161,10 +173,12 @@ class _Reader(ClassReader):
         self.group.end_alternative()
         group = self.groups.pop()
         tree = group.tree()
-        if group.look:
-            self.group.add(Look(tree, group.look == "(?=", place=group.place))
+        if group.opening in ("(?=", "(?!") and self.dialect.look_aheads:
+            self.group.add(Look(tree, group.opening == "(?=", place=group.place))
             self.group.last = "nothing"
             return
+        if group.opening:
+            tree = Cat((Verbatim(group.opening), tree, Verbatim(")")), place=group.place)
         self.group.add(tree)
         if group.anchored:
             self.group.last, self.group.anchored = "anchored group", True
@@ -189,7 +203,10 @@ class _Reader(ClassReader):
         low, high = _MARKS.get(text) or self.bounds(text, begin)
         if not self.take("?") and self.peek("+"):  # laziness does not change which whole texts match
             self.refuse("possessive", f"{text}+", begin)
-        self.group.parts[-1] = Repeat(self.group.parts[-1], low, high, place=begin)
+        if last == "nothing":
+            self.group.add(Verbatim(text, place=begin))
+        else:
+            self.group.parts[-1] = Repeat(self.group.parts[-1], low, high, place=begin)
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:

@@ -81,7 +81,14 @@ class Look(_Node):
     positive: bool
 
 
-Pattern: TypeAlias = Chars | Cat | Or | Repeat | Class | Anchor | Look
+@dataclass(frozen=True, slots=True)
+class Verbatim(_Node):
+    """Text that only the dialect itself understands: options, groups of other kinds."""
+
+    text: str
+
+
+Pattern: TypeAlias = Chars | Cat | Or | Repeat | Class | Anchor | Look | Verbatim
 
 EMPTY = Cat(())
 NOTHING = Chars(())
@@ -193,7 +200,7 @@ def write(pattern: Pattern, anchors: bool = True) -> str:
                 text.append(_quoted(chr(low)) if shown else code_point(low))
             case Chars(ranges):
                 text.append(charset(ranges))
-            case Class(written):
+            case Class(written) | Verbatim(written):
                 text.append(written)
             case Cat(parts):
                 for part in reversed(parts):

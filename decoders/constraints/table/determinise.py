@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from ...errors import GrammarError
 from ..patterns import limits
 from ..patterns.automata import refined
-from ..patterns.python import PART
-from ..patterns.reader import read
+from ..patterns.rust import check_part, not_read, shown
 
 #: Longest regular expression, in characters.
 LONGEST = 200_000
@@ -105,9 +104,7 @@ def determinise(regex: str) -> ByteAutomaton:
     """
     if len(regex) > LONGEST:
         raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")
-    read(
-        regex, PART
-    )  # an unbalanced bracket would change the expression around it, and Rust's errors do not say what is wrong
+    check_part(regex)
     pattern = f"{BEGIN}(?:{regex}){END.decode()}|"
     module_spec = importlib.util.find_spec("outlines_core")
     if module_spec is None or module_spec.origin is None:
@@ -117,9 +114,9 @@ def determinise(regex: str) -> ByteAutomaton:
         text = pattern.encode()
     except UnicodeEncodeError as error:
         raise GrammarError(f"a regex with half a character (a lone surrogate) at {error.start}") from error
-    limits.check(f"the automaton of {_shown(regex)}")
+    limits.check(f"the automaton of {shown(regex)}")
     seconds = spent = min(SECONDS, limits.left())
-    too_long = f"the automaton of {_shown(regex)} is too large; {_limit(f'{seconds:.2g} s')}"
+    too_long = f"the automaton of {shown(regex)} is too large; {_limit(f'{seconds:.2g} s')}"
     arguments = site_packages, str(MEGABYTES << 20), str(RAW_STATES), str(seconds)
     try:
         child = subprocess.run(
@@ -178,17 +175,12 @@ def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
 def _reason(regex: str, message: str) -> str:
     """Why the child returned no automaton."""
     if message.startswith("states: "):
-        return f"the automaton of {_shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
+        return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):
-        return f"the automaton of {_shown(regex)} is too large; {_limit(f'{MEGABYTES} MB')}"
+        return f"the automaton of {shown(regex)} is too large; {_limit(f'{MEGABYTES} MB')}"
     if "no transitions from state" in message:
-        message = "refused: a part of it matches nothing at all"
-    return f"{_shown(regex)} is not a regular expression that is read here: {message[9:].strip()}"
-
-
-def _shown(regex: str) -> str:
-    """`regex` as it is shown in messages: shortened if it is long."""
-    return repr(regex) if len(regex) <= 80 else f"{regex[:60]!r}… ({len(regex)} characters)"
+        return not_read(regex, "a part of it matches nothing at all")
+    return not_read(regex, message[9:].strip())
 
 
 def _limit(limit: str) -> str:
