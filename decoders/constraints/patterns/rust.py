@@ -6,8 +6,10 @@ import re
 
 from ...errors import GrammarError
 from . import characters
-from .dialect import Dialect, Problem, property_in_rust
+from .dialect import Dialect, Problem, property_in_rust, single
+from .ecma import ECMA
 from .reader import read
+from .tree import Anchor, write
 
 
 def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -> GrammarError:
@@ -48,29 +50,54 @@ RUST = Dialect(
 )
 
 
-#: What Rust writes in another way than ECMA-262.
-_IN_ECMA = {r"\A": "^", r"\z": "$", "(?P<": "(?<"}
-_WRITTEN = re.compile(r"\\.|\(\?P<", re.DOTALL)
-#: Escapes, classes and, as the group, what ECMA-262 reads as something else: word boundaries, counts without a lower bound or of
-#: an anchor, brackets in classes, and operations between classes.
-_CONSTRUCTS = re.compile(
-    r"(\\[<>]|\{,|(?:\^|\$|\\[Az])\{|\[\^?\]|\[(?:\\.|[^\\\]\[])*?(?:\[|&&|--|~~))|\\.|\[(?:\\.|[^\\\]])*\]", re.DOTALL
-)
+#: Rust's dialect as far as ECMA-262 can express it. ``\d``, ``\w``, ``\s`` and ``.`` stand for ECMA-262's sets, which are smaller.
+_IN_SCHEMAS = Dialect(
+    messages={
+        **{problem: reason for problem, reason in ECMA.messages.items() if problem != "repeated twice"},
+        "word boundary": "a word boundary",
+        "back-reference": "a back-reference",
+        "class in a class": "a class in a class",
+        "class operation": "an operation between classes",
+    },
+    error=ECMA.error,
+    dot=ECMA.dot,
+    escapes={**ECMA.escapes, "a": single("\a")},
+    escapes_outside={
+        "A": Anchor(end=False), "z": Anchor(end=True),
+        **dict.fromkeys("bB<>", "word boundary"), **dict.fromkeys("123456789", "back-reference"),
+    },
+    named_property=ECMA.named_property,
+    short_properties=True,
+    class_operations=("&&", "--", "~~"),
+    named_group=re.compile(r"\(\?P?<[^\W\d][\w.\[\]]*>"),
+    other_groups=ECMA.other_groups,
+    nesting_limited=True,
+)  # fmt: skip
+_ESCAPED = re.compile(r"\\U([0-9A-F]{8})|\\.", re.DOTALL)
 
 
 def in_ecma(pattern: str) -> str:
-    """Rust's `pattern` as a pattern of ECMA-262 that matches the same texts or fewer. What only Rust reads stays.
+    """Rust's `pattern` as a pattern of ECMA-262 that matches the same texts or fewer.
+
+    Returns `pattern` unchanged if it means the same in both dialects, or neither dialect reads it.
 
     Raises:
-        GrammarError: `pattern` has a construct with another meaning in ECMA-262.
+        GrammarError: `pattern` has another meaning in ECMA-262 and cannot be translated.
     """
-    for part in _CONSTRUCTS.finditer(pattern):
-        if part[1]:
-            raise GrammarError(
-                f"pattern {pattern[:80]!r}: {part[1]!r} (at character {part.start()}) means something else in a JSON schema",
-                "pattern",
-            )
-    return _WRITTEN.sub(lambda part: _IN_ECMA.get(part[0], part[0]), pattern)
+    try:
+        as_ecma = read(pattern, ECMA)
+    except GrammarError:
+        as_ecma = None
+    try:
+        as_rust = read(pattern, _IN_SCHEMAS)
+    except GrammarError:
+        if as_ecma is None:
+            return pattern
+        raise
+    if as_rust == as_ecma:
+        return pattern
+    written = write(as_rust)
+    return _ESCAPED.sub(lambda part: f"\\u{{{part[1].lstrip('0') or '0'}}}" if part[1] else part[0], written)
 
 
 def check_part(regex: str) -> None:
