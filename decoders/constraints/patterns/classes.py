@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from . import characters
@@ -14,6 +15,21 @@ _BRACED = re.compile(r"\{([^{}]*)\}")
 _HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
 _CLASS_BEGIN = re.compile(r"\[\^?\]?")
+#: Operations between classes. ``||`` (union) is only used for the first class, with the empty set on its left.
+_OPERATIONS: dict[str, Callable[[Ranges, Ranges], Ranges]] = {
+    "||": lambda a, b: characters.ranges([*a, *b]),
+    "&&": characters.common,
+    "--": lambda a, b: characters.common(a, characters.complement(b)),
+    "~~": lambda a, b: characters.common(characters.ranges([*a, *b]), characters.complement(characters.common(a, b))),
+}
+_POSIX_CLASSES: dict[str, Ranges] = {
+    "alnum": ((0x30, 0x39), (0x41, 0x5A), (0x61, 0x7A)), "alpha": ((0x41, 0x5A), (0x61, 0x7A)), "ascii": ((0, 0x7F),),
+    "blank": ((9, 9), (0x20, 0x20)), "cntrl": ((0, 0x1F), (0x7F, 0x7F)), "digit": characters.DIGIT, "graph": ((0x21, 0x7E),),
+    "lower": ((0x61, 0x7A),), "print": ((0x20, 0x7E),), "punct": ((0x21, 0x2F), (0x3A, 0x40), (0x5B, 0x60), (0x7B, 0x7E)),
+    "space": ((9, 0xD), (0x20, 0x20)), "upper": ((0x41, 0x5A),), "word": characters.WORD,
+    "xdigit": ((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)),
+}  # fmt: skip
+_POSIX = re.compile(rf"\[:(\^?)({'|'.join(_POSIX_CLASSES)}):\]")
 #: For each letter of an escape, the number of digits of a code point without braces.
 _CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
 
@@ -61,6 +77,8 @@ class ClassReader:
         """Reads a class in brackets at `begin`."""
         if self.dialect.nested_classes:
             return self.nested_class(begin)
+        if self.dialect.class_algebra:
+            return self.computed_class(begin)
         self.place = begin + 1
         negated = self.take("^")
         first = self.place
@@ -89,6 +107,33 @@ class ClassReader:
         if depth:
             self.refuse("unclosed class", "[", begin)
         return Class(self.pattern[begin : self.place], place=begin)
+
+    def computed_class(self, begin: int) -> Chars:
+        """Reads a class that may contain classes and operations; as in Rust, all operations have the same precedence."""
+        self.place = begin + 1
+        negated = self.take("^")
+        union: list[tuple[int, int]] = []
+        while self.take("-"):  # hyphens at the beginning stand for themselves, and so does a bracket
+            union.append((0x2D, 0x2D))
+        if not union and self.take("]"):
+            union.append((0x5D, 0x5D))
+        left: Ranges = ()
+        operation = "||"
+        while not self.take("]"):
+            following = next((sign for sign in ("&&", "--", "~~") if self.take(sign)), None)
+            if following is not None:
+                left = _OPERATIONS[operation](left, characters.ranges(union))
+                union, operation = [], following
+            elif named := _POSIX.match(self.pattern, self.place):
+                self.place = named.end()
+                ranges = _POSIX_CLASSES[named[2]]
+                union += characters.complement(ranges) if named[1] else ranges
+            elif self.peek("["):
+                union += self.computed_class(self.place).ranges
+            else:
+                union += _ranges(self.member(begin))
+        ranges = _OPERATIONS[operation](left, characters.ranges(union))
+        return Chars(characters.complement(ranges) if negated else ranges, place=begin)
 
     def member(self, class_begin: int) -> Set:
         """Reads a character or a range in the class that begins at `class_begin`."""

@@ -63,6 +63,7 @@ class Dialect:
         no_range_before: in a class, a hyphen in front of one of these texts stands for itself; "" is the end of the pattern.
         class_operations: operators between classes, which are refused.
         nested_classes: whether classes may contain classes; all classes are kept verbatim then.
+        class_algebra: whether classes may contain classes, POSIX classes and operations between classes; their sets are computed.
         named_group: the beginning of a group with a name.
         comments: whether ``(?#…)`` is a comment.
         look_aheads: whether ``(?=`` and ``(?!`` are read.
@@ -90,6 +91,7 @@ class Dialect:
     no_range_before: tuple[str, ...] = ("", "]", "-")
     class_operations: tuple[str, ...] = ()
     nested_classes: bool = False
+    class_algebra: bool = False
     named_group: re.Pattern[str] = re.compile(r"\(\?P?<([A-Za-z_]\w*)>")
     comments: bool = False
     look_aheads: bool = False

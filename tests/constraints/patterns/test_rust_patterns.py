@@ -59,7 +59,8 @@ def test_pattern_matches_what_pydantic_matches(pattern: str, texts: list[str]) -
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("[]a]", r"[\]a]"), ("^a{,3}$", "^a{0,3}$"), ("a**", "(?:a*)*"), (r"[\x{1F600}a]", r"[a\u{1F600}]"),
+        ("^[[:alpha:]]{2}$", "^[A-Za-z]{2}$"), ("^[a-c--b]$", "^[ac]$"), ("^[[a]b]$", "^[ab]$"), ("[]a]", r"[\]a]"),
+        ("[a-z&&[aeiou]--e]", "[aiou]"), ("^a{,3}$", "^a{0,3}$"), ("a**", "(?:a*)*"), (r"[\x{1F600}a]", r"[a\u{1F600}]"),
     ],
 )  # fmt: skip
 def test_pattern_that_reads_differently_is_written_as_ecma_has_it(pattern: str, expected: str) -> None:
@@ -71,18 +72,11 @@ def test_pattern_that_reads_alike_or_not_at_all_stays(pattern: str) -> None:
     assert in_ecma(pattern) == pattern
 
 
-@pytest.mark.parametrize(
-    ("pattern", "problem"),
-    [
-        (r"\<a", "a word boundary"), ("^[[:alpha:]]$", "a class in a class"), ("^[[a]b]$", "a class in a class"),
-        ("[a-z&&a]", "an operation between classes"),
-    ],
-)  # fmt: skip
-def test_pattern_that_ecma_cannot_say_is_refused(pattern: str, problem: str) -> None:
+def test_pattern_that_ecma_cannot_say_is_refused() -> None:
     class Word(BaseModel):
-        x: Annotated[str, Field(pattern=pattern)]
+        x: Annotated[str, Field(pattern=r"\<a")]
 
-    with pytest.raises(GrammarError, match=problem):
+    with pytest.raises(GrammarError, match="a word boundary"):
         json_schema(Word)
 
 
@@ -93,8 +87,8 @@ def accepted(kind: Any, value: Any) -> bool:
 @pytest.mark.filterwarnings("ignore:Possible set:FutureWarning")
 def test_models_are_read_in_the_dialect_of_their_engine() -> None:
     class Rust(BaseModel):
-        x: Annotated[str, Field(pattern="^[]b]$")]
-        keys: dict[Annotated[str, Field(pattern="^[]c]$")], int]
+        x: Annotated[str, Field(pattern="^[[:alpha:]]$")]
+        keys: dict[Annotated[str, Field(pattern="^[a&&b]$|^c$")], int]
 
     class Python(BaseModel):
         model_config = ConfigDict(regex_engine="python-re")
@@ -104,11 +98,11 @@ def test_models_are_read_in_the_dialect_of_their_engine() -> None:
         x: str = Field(json_schema_extra={"pattern": "^[^]$"})
 
     assert accepted(Rust, {"x": "b", "keys": {"c": 1}})
-    assert not accepted(Rust, {"x": "b", "keys": {"cc": 1}}) and not accepted(Rust, {"x": "b]", "keys": {}})
+    assert not accepted(Rust, {"x": "b", "keys": {"a": 1}}) and not accepted(Rust, {"x": ":]", "keys": {}})
     assert accepted(Python, {"x": "&"}) and accepted(Schema, {"x": "^"})
 
 
-@pytest.mark.parametrize("pattern", [r"^[^\d]$", r"^\P{L}$"])
+@pytest.mark.parametrize("pattern", [r"^[a-z--\d]$", r"^\P{L}$", "^[[:^alpha:]]$", r"^[\w~~a]$"])
 def test_text_under_what_may_be_wider_is_judged_by_the_type(pattern: str) -> None:
     class Model(BaseModel):
         x: Annotated[str, Field(pattern=pattern)]
