@@ -3,19 +3,23 @@
 Anchors are read where they mean "the string begins (ends) here". Look-ahead is read only at the very beginning of the pattern, where
 it is a condition on the whole string. Every other non-regular construct is refused.
 
-If a pattern is regular, an automaton searches texts in linear time. Otherwise the package ``regex`` (required by transformers) searches
-them: it may take exponential time, as ``re`` may, but it can be interrupted.
+If a pattern is regular, an automaton searches texts in linear time; otherwise ``re`` searches them in a child process. Python's ``re``
+may take exponential time, in which it blocks the interpreter, but a child process can be killed.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from ...errors import GrammarError
 from . import automata, characters, limits
@@ -41,7 +45,6 @@ from .tree import (
     repeat,
 )
 
-_MATCHING = "matching a pattern"
 _MESSAGES: Mapping[Problem, str] = {
     "unclosed group": "a ( that is not closed",
     "unopened group": "a ) too many",
@@ -238,34 +241,86 @@ def _join(a: _Reading, b: _Reading) -> _Reading | None:
     return None if tree == NOTHING else _Reading(a.begins or b.begins, tree, a.ends or b.ends)
 
 
-def found(pattern: Any, text: str) -> bool:
-    """Whether `pattern` is found in `text`, by the rules of ECMA-262, or of Python's ``re`` if `pattern` is not regular.
-
-    Raises:
-        GrammarError: neither ECMA-262 nor Python allows `pattern`, it is too long, or time is up.
-    """
-    if not isinstance(pattern, str):
-        raise GrammarError(f"a pattern is a string, not {pattern!r}", "pattern")
-    if len(pattern) > limits.PATTERN_CHARACTERS:
-        limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
+#: The child's program. It reads lines of JSON: a pattern, a text and seconds of processor time. It answers each line with a line of
+#: JSON: 1, 0 or the error of the pattern, and the seconds that the search took. A search that needs more seconds ends the process.
+_CHILD = (
+    limits.BOUNDED
+    + """
+import json, re, sys
+for line in sys.stdin:
+    begin, (pattern, text, seconds) = time.process_time(), json.loads(line)
+    bounded(seconds)
     try:
-        conditions = strings(pattern)
-    except GrammarError:
-        return _searched(pattern, text)
-    return all(automata.matches(tree, text) is good for tree, good in conditions)
+        answer = int(re.search(pattern, text) is not None)
+    except (re.error, OverflowError, RecursionError) as error:
+        answer = str(error)
+    bounded(0)
+    print(json.dumps([answer, time.process_time() - begin]), flush=True)
+"""
+)
 
 
-def _searched(pattern: str, text: str) -> bool:
-    """Whether ``regex``, which can be interrupted, finds `pattern` in `text`."""
-    import regex
+class Search:
+    """Searches patterns in texts. A context manager, because it may start a process."""
 
-    limits.check(_MATCHING, "pattern")
-    left = limits.left()
-    try:
-        return regex.search(pattern, text, timeout=left if math.isfinite(left) else None, concurrent=True) is not None
-    except TimeoutError:
-        limits.spend(left)
-        limits.check(_MATCHING, "pattern")
-        raise
-    except (regex.error, OverflowError, RecursionError) as error:
-        raise GrammarError(f"pattern {pattern[:80]!r}: {error}", "pattern") from error
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def found(self, pattern: Any, text: str) -> bool:
+        """Whether `pattern` is found in `text`, by the rules of ECMA-262, or of Python's ``re`` if `pattern` is not regular.
+
+        Raises:
+            GrammarError: neither ECMA-262 nor ``re`` allows `pattern`, or time is up.
+        """
+        if not isinstance(pattern, str):
+            raise GrammarError(f"a pattern is a string, not {pattern!r}", "pattern")
+        try:
+            conditions = strings(pattern)
+        except GrammarError:
+            if (pattern, text) not in self._known:
+                self._known[pattern, text] = self._asked(pattern, text)
+            return self._known[pattern, text]
+        return all(automata.matches(tree, text) is good for tree, good in conditions)
+
+    def _asked(self, pattern: str, text: str) -> bool:
+        limits.check("matching a pattern", "pattern")
+        left = limits.left()
+        bounded = math.isfinite(left)
+        child = self._started()
+        killer = threading.Timer(min(limits.PATIENCE * left, threading.TIMEOUT_MAX), child.kill)
+        killer.start()
+        try:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write(json.dumps([pattern, text, left if bounded else 0]) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            killer.cancel()
+        answer, seconds = json.loads(line) if line else ("the process that matches it has ended", left)
+        limits.spend(seconds if bounded else 0)
+        limits.check("matching a pattern", "pattern")
+        if isinstance(answer, str):
+            raise GrammarError(f"pattern {pattern[:80]!r}: {answer}", "pattern")
+        return bool(answer)
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._child is None or self._child.poll() is not None:
+            self._end()
+            command = [sys.executable, "-I", "-S", "-c", _CHILD]
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self._child
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None

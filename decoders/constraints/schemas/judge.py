@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import GrammarError, shortened
-from ..patterns import ecma
+from ..patterns.ecma import Search
 from ..patterns.limits import check, deadline
 from . import keywords
 from .document import Place, document, known, step
@@ -60,7 +60,8 @@ _VALID = Judgement()
 class Judge:
     """Validates the values of one text. The caller must keep the values alive, because verdicts are cached by the ids of values."""
 
-    def __init__(self) -> None:
+    def __init__(self, search: Search) -> None:
+        self.search = search
         self._verdicts: dict[tuple[object, ...], Judgement | None] = {}
         self._texts: dict[int, str] = {}
         self._enumerations: dict[int, frozenset[str]] = {}
@@ -128,7 +129,7 @@ class Judge:
             yield "enum"
         if isinstance(value, str):
             yield from _out_of_bounds(read, "minLength", "maxLength", len(value))
-            if "pattern" in read and not ecma.found(read["pattern"], value):
+            if "pattern" in read and not self.search.found(read["pattern"], value):
                 yield "pattern"
         elif isinstance(value, list):
             yield from _out_of_bounds(read, "minItems", "maxItems", len(value))
@@ -207,7 +208,7 @@ class Judge:
                 others.pop(name, None)
                 yield self._each(place.child("properties", name), value, [name])
         for pattern in keywords.read_object(read, "patternProperties"):
-            names = [name for name in value if ecma.found(pattern, name)]
+            names = [name for name in value if self.search.found(pattern, name)]
             others = {name: None for name in others if name not in names}
             yield self._each(place.child("patternProperties", pattern), value, names)
         if "additionalProperties" in read:
@@ -286,8 +287,8 @@ class Validation:
         except (ValueError, RecursionError) as problem:
             raise GrammarError(f"the text is not JSON: {problem}") from problem
         try:
-            with deadline(SECONDS, _LIMIT):
-                failure = Judge().verdict(document(json.dumps(self.schema)), value).failure
+            with deadline(SECONDS, _LIMIT), Search() as search:
+                failure = Judge(search).verdict(document(json.dumps(self.schema)), value).failure
         # Causes are an invalid schema, a text nested too deeply, an infinite float.
         except Exception as problem:
             why = str(problem) if isinstance(problem, GrammarError) else f"{type(problem).__name__}: {problem}"

@@ -81,7 +81,7 @@ def test_pattern_that_would_backtrack_for_ever_is_matched_in_linear_time(
 
 def test_pattern_that_is_not_regular_is_given_up_when_time_is_up() -> None:
     with pytest.raises(GrammarError, match=r"cannot be judged: matching a pattern takes longer than 0.5 s"):
-        Validation({"pattern": r"^(a|a|aa)*(?=c)"})(json.dumps("a" * 60))
+        Validation({"pattern": r"^(a+)+\b\B$"})(json.dumps(LONG))
     assert valid({"pattern": r"\bx"}, "a x")
     assert not valid({"items": {"pattern": r"\bx"}}, ["x", "ax"])
 
