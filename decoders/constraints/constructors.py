@@ -13,8 +13,9 @@ from typing import Any
 from ..common import library
 from ..errors import GrammarError, keywords_named, shortened
 from .base import Policy
+from .python_types import schema_of
 from .specs import Choice, JsonSchema, Lark, Regex
-from .typed import OfType, schema_of
+from .typed import OfType, asks_more
 
 #: What to write instead of a flag of ``re``.
 _INSTEAD = {
@@ -140,7 +141,8 @@ def json_schema(
     )  # fmt: skip
     if is_schema:
         return JsonSchema(schema, **options)
-    return OfType(schema_of(schema), kind=schema, **options)
+    json_schema = schema_of(schema)
+    return OfType(json_schema, kind=schema, **options) if asks_more(schema) else JsonSchema(json_schema, **options)
 
 
 def _text_of(option: Any, place: int) -> str:

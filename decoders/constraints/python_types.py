@@ -1,4 +1,4 @@
-"""Python types: whether their values are written as JSON, and the values of types that list them (``Literal``, ``Enum``)."""
+"""JSON schemas of Python types, and the values of types that list them (``Literal``, ``Enum``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import operator
 import sys
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum, EnumMeta
 from typing import Any
+
+from ..errors import GrammarError, shortened
+from .patterns.rust import in_ecma
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -44,6 +49,94 @@ def listed(value: Any) -> list[str] | None:
     values = [each.value if isinstance(each, Enum) else each for each in values]
     plain = values and all(each is None or isinstance(each, (str, bool, int, float)) for each in values)
     return [str(each) for each in values] if plain else None
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    """The JSON schema that Pydantic generates for a type.
+
+    Raises:
+        GrammarError: Pydantic has no schema for the type, or a pattern has another meaning in ECMA-262 and cannot be translated.
+    """
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        adapter = TypeAdapter(readable(value))
+        schema = translated(adapter.json_schema(), adapter.core_schema)
+    except (PydanticUserError, TypeError, NameError, RecursionError) as error:
+        why = str(error).split("\n")[0]
+        raise GrammarError(f"{shortened(repr(value))} has no JSON schema: {why}", "type") from error
+    return _anchored(schema, set(_terms(value, {})))
+
+
+def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+    """Yields the pattern of each outlines term that the type `value` is or contains, for example as the type of a field."""
+    dsl = sys.modules.get("outlines.types.dsl")  # without outlines imported, no value is a term
+    if dsl is None or id(value) in seen:
+        return
+    seen[id(value)] = value  # kept alive, because ids of freed objects are reused
+    if isinstance(value, dsl.Term):
+        yield dsl.to_regex(value)
+    inner = list(typing.get_args(value))
+    if has_fields(value):
+        fields = getattr(value, "model_fields", None)
+        with suppress(NameError):  # the annotation names something local to a function
+            inner += (
+                [field.annotation for field in fields.values()] if fields else typing.get_type_hints(value).values()
+            )
+    for each in inner:
+        yield from _terms(each, seen)
+
+
+def _anchored(schema: Any, patterns: set[str]) -> Any:
+    """`schema` with `patterns` anchored to the whole text, because outlines writes them without anchors."""
+    return (
+        _replaced(schema, {pattern: f"^(?:{pattern})$" for pattern in patterns}, of_keys=False) if patterns else schema
+    )
+
+
+_NO_SCHEMAS = ("metadata", "serialization", "default", "function")
+
+
+def translated(schema: Any, core_schema: Any) -> Any:
+    """Pydantic's `schema` of a type, with the patterns of its `core_schema` translated to ECMA-262.
+
+    Raises:
+        GrammarError: a pattern has another meaning in ECMA-262 and cannot be translated.
+    """
+    patterns = {pattern: in_ecma(pattern) for pattern in _patterns(core_schema)}
+    return _replaced(schema, patterns) if patterns else schema
+
+
+def _patterns(core_schema: Any) -> set[str]:
+    """The patterns in `core_schema`, for Rust's engine. Empty if the schema selects Python's engine: its syntax is like ECMA-262."""
+    patterns: set[str] = set()
+    waiting = [core_schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if node.get("regex_engine") == "python-re":
+                return set()
+            if node.get("type") == "str" and isinstance(pattern := node.get("pattern"), str):
+                patterns.add(pattern)
+            waiting += [part for name, part in node.items() if name not in _NO_SCHEMAS]
+        elif isinstance(node, (list, tuple)):
+            waiting += node
+    return patterns
+
+
+def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> Any:
+    """`schema` with patterns replaced as `patterns` says (old pattern → new pattern); if `of_keys`, also in ``patternProperties``."""
+    if isinstance(schema, list):
+        return [_replaced(part, patterns, of_keys) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    new = {key: _replaced(part, patterns, of_keys) for key, part in schema.items()}
+    if new.get("type") == "string" and new.get("pattern") in patterns:
+        new["pattern"] = patterns[new["pattern"]]
+    if of_keys and isinstance(keys := new.get("patternProperties"), dict) and not patterns.keys().isdisjoint(keys):
+        new["patternProperties"] = {patterns.get(key, key): part for key, part in keys.items()}
+        new.setdefault("additionalProperties", False)  # Pydantic accepts no other keys, but its schema does not say so
+    return new
 
 
 def readable(kind: Any) -> Any:

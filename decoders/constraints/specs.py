@@ -18,6 +18,7 @@ from .base import CompiledGrammar, Language, Policy
 from .patterns.limits import deadline, left
 from .patterns.python import whole_text
 from .patterns.tree import quoted
+from .python_types import schema_of
 from .schemas import limits, notation
 from .schemas.document import document, members
 from .schemas.judge import Validation
@@ -207,7 +208,7 @@ class JsonSchema(Spec):
     """JSON texts that are valid under a schema. Its ``$schema`` selects the draft: 4, 6, 7, 2019-09 or 2020-12.
 
     Attributes:
-        schema: a dict, a boolean, or JSON text.
+        schema: a dict, a boolean, or JSON text; for Python types see :meth:`of`.
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
             break with its indent wherever JSON allows white space inside brackets.
         indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
@@ -222,6 +223,20 @@ class JsonSchema(Spec):
     indent: int | None = None
     strict: bool = True
     closed: bool = False
+
+    @staticmethod
+    def of(value: Any, **options: Any) -> JsonSchema:
+        """The specification of a schema, or of a type: a pydantic model, a TypedDict, a dataclass, ``list[int]``, ….
+
+        Args:
+            options: attributes of the specification. `closed` is True for types unless given.
+
+        Raises:
+            GrammarError: pydantic has no schema of the type.
+        """
+        if value is None or isinstance(value, dict | str | bool):
+            return JsonSchema(value, **options)
+        return JsonSchema(schema_of(value), **{"closed": True, **options})
 
     @cached_property
     def text(self) -> str:

@@ -335,7 +335,12 @@ def test_what_a_type_asks_for_beyond_its_schema_is_judged_at_the_end(kind: Any, 
     language.whole(good)
     with pytest.raises(GrammarError, match=re.escape(why)):
         language.whole(bad)
-    assert any("the type validates the finished text" in warning for warning in language.warnings)
+    assert any("left to the validation" in warning for warning in language.warnings)
+
+
+def test_types_whose_schema_says_all_are_not_judged() -> None:
+    for kind in (Point, Address, Size, list[int], dict[str, Colour], int | None, date, Plan):
+        assert decoders.json_schema(kind).language().whole is None
 
 
 def test_judges_are_told_apart_in_caches() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Sequence
-from datetime import date
+from datetime import date, datetime
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import (
@@ -27,8 +27,10 @@ from pydantic import (
 )
 
 import decoders
+from decoders.constraints import typed
 from decoders.constraints.auto import Auto
-from decoders.constraints.typed import schema_of
+from decoders.constraints.python_types import schema_of
+from decoders.constraints.typed import asks_more
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.errors import GrammarError
 
@@ -41,9 +43,30 @@ class Odd(enum.Enum):
     PAIR = (1, 2)
 
 
+class Plain(enum.Enum):
+    TEXT = "a"
+    NUMBER = 1
+
+
 class Stripped(BaseModel):
     model_config = ConfigDict(str_strip_whitespace=True)
     a: Annotated[str, Field(min_length=2)]
+
+
+class Known(BaseModel):
+    """Fields may be called as the keys of a core schema are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    type: Annotated[int, Field(ge=0, description="a number")]
+    schema_: Annotated[list[Plain] | None, Field(alias="schema")] = None
+    pattern: Annotated[str, Field(pattern=r"^\d{2}$", max_length=9)] = "12"
+    default: dict[str, tuple[float, ...]] = {}
+    expected: Literal["a", 1, None] = "a"
+
+
+class Tagged(BaseModel):
+    inner: Annotated[Known | None, Field()] = None
+    more: list[Tagged] = []
 
 
 def compiled(kind: Any) -> tuple[Any, Any]:
@@ -114,6 +137,22 @@ def test_the_finished_text_is_judged_by_a_type_that_asks_for_more(kind: Any, goo
         assert accepts(grammar, bad)
         with pytest.raises(GrammarError, match="the text is no "):
             language.whole(bad)
+
+
+@pytest.mark.parametrize(
+    "kind", [Known, Tagged, Plain, datetime, list[bytes], Literal[1, "a"], dict[str, Any]], ids=str
+)
+def test_a_type_whose_schema_says_everything_is_not_judged(kind: Any) -> None:
+    assert not asks_more(kind)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "int", "prime": True}, {"type": "quaternion"}, {"type": "model", "config": {"later": 1}}],
+    ids=str,
+)
+def test_what_a_later_pydantic_adds_is_judged(schema: dict[str, Any]) -> None:
+    assert not typed._more({"type": "int", "gt": 3, "strict": True}) and typed._more(schema)
 
 
 def test_conditions_of_a_number_stay_when_places_are_bounded() -> None:

@@ -261,9 +261,7 @@ _ANNOTATION_KEYWORDS = frozenset((
     "examples", "externalDocs", "id", "nullable", "readOnly", "title", "writeOnly", "xml",
 ))  # fmt: skip
 #: Formats of OpenAPI and Pydantic that describe the use of a string and restrict nothing.
-_ANNOTATION_FORMATS = (
-    "binary", "byte", "password", "path", "file-path", "directory-path", *(f"uuid{version}" for version in range(1, 9)),
-)  # fmt: skip
+_ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "directory-path")
 #: Least similarity of a misspelt keyword (:func:`difflib.get_close_matches`).
 _SIMILARITY = 0.8
 #: The warning about a misspelt keyword.

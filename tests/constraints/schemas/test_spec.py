@@ -15,7 +15,6 @@ import pydantic
 import pytest
 import typing_extensions
 
-from decoders.constraints.constructors import json_schema
 from decoders.constraints.schemas.judge import Validation
 from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError
@@ -77,9 +76,14 @@ TYPES: dict[str, tuple[Any, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", TYPES)
 def test_types_of_python(name: str, accepts: Callable[..., bool]) -> None:
     kind, good, bad = TYPES[name]
-    language = json_schema(kind).language()
+    language = JsonSchema.of(kind).language()
     assert all(accepts(language, json.dumps(value)) for value in good)
     assert not any(accepts(language, json.dumps(value)) for value in bad)
+
+
+def test_schemas_pass_through_of() -> None:
+    assert JsonSchema.of({"type": "null"}) == JsonSchema({"type": "null"})
+    assert JsonSchema.of('{"type": "null"}', whitespace="compact").language().regex == "null"
 
 
 def test_closed_objects_take_no_others_unless_the_schema_says_so(accepts: Callable[..., bool]) -> None:
