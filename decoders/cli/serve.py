@@ -108,8 +108,8 @@ def serve(
         list[str] | None,
         typer.Option(
             show_default="bounded",
-            help="Strategy settings that clients may set: bounded (switches, choices, and numbers with limits), none or "
-            "STRATEGY.SETTING. Repeatable.",
+            help="Strategy settings that clients may set: bounded (switches, choices, and numbers with limits), none, "
+            "STRATEGY.SETTING or STRATEGY.SETTING=MIN..MAX. Repeatable.",
         ),
     ] = None,
     sharing: Annotated[

@@ -1,10 +1,11 @@
-"""Checks the strategy settings in requests. The server's operator decides which settings clients may set."""
+"""Checks the strategy settings in requests. The server's operator decides which settings clients may set, and to which values."""
 
 from __future__ import annotations
 
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
@@ -25,7 +26,8 @@ class ClientSettings:
 
     Args:
         given: ``"bounded"``: every setting that is a switch, a choice from a list, or a number with a minimum and a maximum;
-            ``"none"``: no setting; ``"suffix.remember"``: strategy ``suffix``'s setting ``remember``.
+            ``"none"``: no setting; ``"suffix.remember"``: strategy ``suffix``'s setting ``remember``; ``"suffix.remember=0..100000"``:
+            the same within these bounds.
 
     Raises:
         SettingsError: a text in `given` has another form, or names a setting that does not exist or that only the operator may set.
@@ -33,30 +35,43 @@ class ClientSettings:
 
     def __init__(self, given: Sequence[str] = ("bounded",)) -> None:
         self.bounded = "bounded" in given
-        self.named = {_read(text) for text in given if text not in ("bounded", "none")}
+        self.named: dict[tuple[str, str], tuple[float, float] | None] = {}
+        for text in given:
+            if text not in ("bounded", "none"):
+                name, limits = _read(text)
+                self.named[name] = limits
         if "none" in given and len(given) > 1:
             raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
-        """Raises Refusal for a setting in `config` that does not exist, or that only the operator may set.
+        """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that has a value outside of
+        the operator's limits.
 
         Args:
             strategy: a name, or several joined by ``+``. Settings in `config` for other strategies are refused later, when `strategy`
                 is created.
         """
         for cls, values, place in _parts(strategy, config):
-            able = [name for name in cls.settings_class.model_fields if self._allows(cls, name)]
-            for name in values:
+            for name, value in values.items():
                 if name not in cls.settings_class.model_fields:
                     shown = shortened(repr(name))
-                    message = (
-                        f"{place}: {cls.name!r} has no setting {shown} that clients may set. {suggest(name, able)}"
-                    )
+                    message = f"{place}: {cls.name!r} has no setting {shown} that clients may set. {suggest(name, self._open(cls))}"
                     raise Refusal(400, message, param=f"{place}.{name[:60]}", code="invalid_value")
-                if name not in able:
-                    listed = f"may set {', '.join(able)}" if able else "may set nothing"
-                    message = f"only the server's operator may set this; for {cls.name!r} clients {listed} (--client-settings)"
-                    raise wrong(f"{place}.{name}", message, "operators_setting")
+                self._check(cls, name, value, f"{place}.{name}")
+
+    def _open(self, cls: type[Strategy]) -> list[str]:
+        return [name for name in cls.settings_class.model_fields if self._allows(cls, name)]
+
+    def _check(self, cls: type[Strategy], name: str, value: Any, place: str) -> None:
+        if not self._allows(cls, name):
+            able = self._open(cls)
+            listed = f"may set {', '.join(able)}" if able else "may set nothing"
+            message = f"only the server's operator may set this; for {cls.name!r} clients {listed} (--client-settings)"
+            raise wrong(place, message, "operators_setting")
+        limits = self.named.get((cls.name, name))
+        if limits is not None and not (isinstance(value, int | float) and limits[0] <= value <= limits[1]):
+            message = f"{place} must be a number from {limits[0]:g} to {limits[1]:g} (--client-settings)"
+            raise Refusal(400, message, param=place, code="operators_setting")
 
     def _allows(self, cls: type[Strategy], name: str) -> bool:
         field = cls.settings_class.model_fields[name]
@@ -76,11 +91,13 @@ def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Stra
             yield cls, own, f"strategy_config.{cls.name}"
 
 
-def _read(text: str) -> tuple[str, str]:
-    """Parses ``"suffix.remember"``. Returns the strategy and the setting."""
-    strategy, dot, name = text.strip().partition(".")
+def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
+    """Parses ``"suffix.remember=0..100000"``. Returns strategy and setting as a pair, and (minimum, maximum) or None without bounds."""
+    place, equals, limits = text.partition("=")
+    strategy, dot, name = place.strip().partition(".")
     if not dot:
-        raise SettingsError(f"--client-settings takes bounded, none or STRATEGY.SETTING, not {text!r}")
+        message = f"--client-settings takes bounded, none, STRATEGY.SETTING or STRATEGY.SETTING=MIN..MAX, not {text!r}"
+        raise SettingsError(message)
     cls = Merged if strategy == Merged.name else registry().strategy(strategy)
     settings: type[Settings] = cls.settings_class
     if name not in settings.model_fields:
@@ -91,7 +108,13 @@ def _read(text: str) -> tuple[str, str]:
         raise SettingsError(
             f"--client-settings {text}: {name} names a file or a model, or holds settings that may do so"
         )
-    return cls.name, name
+    if not equals:
+        return (cls.name, name), None
+    least, _, most = limits.partition("..")
+    with suppress(ValueError):
+        if float(least) <= float(most):
+            return (cls.name, name), (float(least), float(most))
+    raise SettingsError(f"--client-settings {text}: the limits are two numbers, MIN..MAX, not {limits!r}")
 
 
 def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:
