@@ -54,9 +54,10 @@ class Growing:
     """
 
     def __init__(
-        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Stops, spelling: Spelling | None
-    ) -> None:
-        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt), 0
+        self, choice: Choice, tokenizer: PreTrainedTokenizerBase, stops: Stops, spelling: Spelling | None,
+        special: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling = spelling
         # Tokens that `read` has not returned yet, and the number of the choice's tokens whose place in the text is known.
         self._tokens, self._settled = list[TextToken](), 0
@@ -117,7 +118,10 @@ class Answer(ABC):
 
     Attributes:
         job: the client's request.
+        special: special tokens whose names are written into the text, because markers of thoughts or function calls contain them.
     """
+
+    special: frozenset[int] = frozenset()
 
     def __init__(self, service: Service, body: Body, job: Job) -> None:
         self.service, self.body, self.job = service, body, job
@@ -126,7 +130,7 @@ class Answer(ABC):
 
     def growing(self, choice: Choice) -> Growing:
         """A new :class:`Growing` for `choice`."""
-        return Growing(choice, self.tokenizer, self.job.stops, self._spelling)
+        return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:

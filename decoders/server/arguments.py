@@ -45,19 +45,24 @@ class Stops:
 
     Attributes:
         strings: the stop strings.
-        special: special tokens whose names are part of the text, because stop strings or markers (of thoughts or calls) contain them.
+        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings contains the names
+            of these special tokens, and of no others.
     """
 
     strings: tuple[str, ...] = ()
     special: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(strings: Iterable[str], special: Mapping[str, int], markers: Iterable[str] = ()) -> Stops:
+    def of(strings: Iterable[str], special: Mapping[str, int]) -> Stops:
         """The :class:`Stops` for `strings`. special: the model's special tokens by name."""
         strings = tuple(strings)
-        texts = (*strings, *markers)
-        named = (token for name, token in special.items() if name and any(name in text for text in texts))
-        return Stops(strings, frozenset(named))
+        return Stops(strings, named_tokens(special, strings))
+
+
+def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
+    """The ids of special tokens with a full name that occurs in one of the `texts`. special: token ids by name."""
+    texts = tuple(texts)
+    return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 
 
 def callbacks(body: Body, tokenizer: PreTrainedTokenizerBase, prompt: int, stops: Stops) -> dict[str, Any]:

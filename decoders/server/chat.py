@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .answers import Answer, ChoicesAnswer, Growing, TextToken
+from .arguments import named_tokens
 from .bodies import ChatBody
 from .grammars import Calling, wanted_of
 from .histories import JOINT
@@ -52,17 +53,7 @@ def submitted(
     reasoning = Reasoning.of(body, conversations, prompt, service.spelling, service.new_tokens(body, prompt))
     bounded = reasoning is not None and (wanted is not None or reasoning.budget is not None)
     thinking = reasoning.argument if reasoning is not None and bounded else None
-    markers = markers_of(calling, reasoning)
-    job = service.start(kind, body, [prompt], arrival, wanted, thinking=thinking, images=images, markers=markers)
-    return job, calling, reasoning
-
-
-def markers_of(calling: Calling | None, reasoning: Reasoning | None) -> list[str]:
-    """The markers around function calls and thoughts in an answer."""
-    markers = [*calling.style.format.texts] if calling is not None else []
-    if reasoning is not None:
-        markers += map(str, (reasoning.markers.begin, reasoning.markers.end, reasoning.markers.closing or ""))
-    return markers
+    return service.start(kind, body, [prompt], arrival, wanted, thinking=thinking, images=images), calling, reasoning
 
 
 class Conversing(Answer):
@@ -80,6 +71,10 @@ class Conversing(Answer):
     ) -> None:
         super().__init__(service, body, job)
         self.calling, self.reasoning = calling, reasoning
+        texts = [*calling.style.format.texts] if calling is not None else []
+        if reasoning is not None:
+            texts += map(str, (reasoning.markers.begin, reasoning.markers.end, reasoning.markers.closing or ""))
+        self.special = named_tokens(service.conversations.special, texts)
         self._turns: dict[int, Turn] = {}
 
     def turn(self, growing: Growing) -> Turn:

@@ -221,7 +221,6 @@ class Service:
     def start(
         self, kind: str, body: Body, prompts: Sequence[list[int]], arrival: Arrival, wanted: Wanted | None = None,
         default_tokens: int | None = None, thinking: Any = None, images: Mapping[str, Any] = MappingProxyType({}),
-        markers: Sequence[str] = (),
     ) -> Job:  # fmt: skip
         """Submits all choices of a body to the scheduler; if one cannot be submitted, all are cancelled. This takes a millisecond or
         more, which is too long for the event loop.
@@ -233,7 +232,6 @@ class Service:
             thinking: the argument ``thinking=`` of ``generate`` for all choices.
             default_tokens: number of new tokens if the body sets none; None: as many as the limits allow.
             images: images of the prompts, as arguments of ``generate``.
-            markers: markers of thoughts and function calls.
 
         Raises:
             Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
@@ -249,7 +247,7 @@ class Service:
             grammar = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
         to_judge = grammar is not None and any(part.language.whole is not None for part in grammar.parts)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
-        stops = Stops.of(body.stops, self.conversations.special, markers)
+        stops = Stops.of(body.stops, self.conversations.special)
         job = Job(f"{kind}{secrets.token_hex(12)}", [], stops, arrival, seconds)
         try:
             for index in range(count):

@@ -65,7 +65,7 @@ class Job:
         id: the answer's id.
         created: Unix time of the answer's creation.
         choices: the texts that are generated for the request.
-        stops: the stop strings, and the special tokens whose names are part of the texts.
+        stops: the stop strings, which apply to every choice.
         arrival: the request's arrival.
         seconds: seconds that the request may take, counted from its arrival.
     """
@@ -201,11 +201,32 @@ def named(data: bytes) -> str:
     return data.decode(errors="backslashreplace")
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A held-back token: `text` will be shown for it, and `matched` is searched for stop strings. They are equal, except that the name
+    of a special token may be in only one of them.
+    """
+
+    text: str
+    matched: str
+    drafted: bool
+
+    def at(self, place: int) -> tuple[_Held, _Held | None]:
+        """Splits the token at a place in `matched`. Returns the part before the place, and the rest (None if nothing is left)."""
+        if place >= len(self.matched):
+            return self, None
+        return (
+            _Held(self.text[:place], self.matched[:place], self.drafted),
+            _Held(self.text[place:], self.matched[place:], self.drafted),
+        )
+
+
 class ChoiceText:
     """Converts the tokens of a choice to text, up to the first stop string.
 
     Args:
         prompt: token ids before the text.
+        special: special tokens whose names are written into the text.
 
     Attributes:
         stopped: whether a stop string was found.
@@ -215,14 +236,17 @@ class ChoiceText:
             character's begin and end.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Stops = Stops(), prompt: Sequence[int] = ()) -> None:
-        self.stops, self.stopped, self.shown = stops, False, ""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stops: Stops = Stops(), prompt: Sequence[int] = (),
+        special: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
-        self._pieces, self._tokens = TextPieces(tokenizer, prompt, stops.special), list[int]()
+        self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
         # An entry for each of the last tokens, whose text may still change. It has the text from the first of these tokens to this one,
         # and whether this one was drafted.
         self._unsettled: list[tuple[str, bool]] = []
-        self._held: list[Span] = []  # text that is held back
+        self._held: list[_Held] = []
 
     def add(self, tokens: Sequence[int], drafted: Sequence[bool], ended: bool = False) -> list[Span]:
         """Adds tokens, and returns the text that may be shown now, in spans.
@@ -245,38 +269,41 @@ class ChoiceText:
         """Divides `piece`, the text of all tokens in `_unsettled` together, among these tokens.
 
         Args:
-            token: the last of these tokens; `piece` may end with its name. None once the text has ended.
+            token: the last of these tokens; if it is special, its name may be shown, or searched for stop strings. None once the text
+                has ended.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)
+        written, matched = (name if token in tokens else "" for tokens in (self.special, self.stops.special))
         before, begin = len(self.written), 0
-        self.written += piece + name
+        self.written += piece + written
         for place, (text, flag) in enumerate(self._unsettled, 1):
             if place < len(self._unsettled):
                 end = max(len(commonprefix((text, piece))), begin)  # noqa: RUF071 -- no files
-                shown = piece[begin:end]
+                held = _Held(piece[begin:end], piece[begin:end], flag)
                 self.places.append((before + begin, before + max(min(len(text), len(piece)), end)))
             else:
-                end, shown = len(piece), piece[begin:] + name
+                end, held = len(piece), _Held(piece[begin:] + written, piece[begin:] + matched, flag)
                 self.places.append((before + begin, len(self.written)))
-            if shown and not self.stopped:
-                self._held.append(Span(shown, flag))
+            if (held.text or held.matched) and not self.stopped:
+                self._held.append(held)
             begin = end
         self._unsettled = []
 
     def _released(self, ended: bool) -> list[Span]:
-        text, stops = "".join(each.text for each in self._held), self.stops.strings
+        text, stops = "".join(each.matched for each in self._held), self.stops.strings
         places = [place for stop in stops if (place := text.find(stop)) >= 0]
         if places:
             self.stopped, count = True, min(places)
         else:
             count = len(text) if ended else len(text) - unfinished(text, stops)
-        spans, left = list[Span](), list[Span]()
+        spans, left = list[Span](), list[_Held]()
         for each in self._held:
-            now, later = each.text[:count], each.text[count:]
-            count -= len(now)
-            spans += [Span(now, each.drafted)] if now else []
-            left += [Span(later, each.drafted)] if later else []
+            now, later = each.at(count) if not left else (None, each)
+            if now is not None:
+                count -= len(now.matched)
+                spans += [Span(now.text, now.drafted)] if now.text else []
+            left += [later] if later is not None else []
         self._held = [] if self.stopped else left
         self.shown += "".join(span.text for span in spans)
         return spans

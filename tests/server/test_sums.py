@@ -20,7 +20,7 @@ from decoders.engine.decode.output import TokenLogprobs
 from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.arguments import Stops
 from decoders.server.bodies import ChatBody, CompletionBody
-from decoders.server.chat import Chat, markers_of
+from decoders.server.chat import Chat
 from decoders.server.completions import Completion
 from decoders.server.grammars import Calling
 from decoders.server.limits import Arrival
@@ -61,12 +61,10 @@ def generation(tokens: list[int], length: int) -> Any:
 def answer_of(service: Any, route: str, stops: Stops, tokens: list[list[int]], length: int, style: str) -> Any:
     shared: Any = {"stop": list(stops.strings) or None, "drafted": True}
     choices = [Choice(n, 0, generation(own, length), []) for n, own in enumerate(tokens)]
+    job = Job("id", choices, stops, Arrival("me"), 1)
     markers = {"think": ThinkingMarkers("<think>", "</think>"), "harmony": KNOWN[0]}.get(style)
     format = format_named("harmony" if style == "harmony" else "hermes")
     turn = Calling(tuple(TOOLS), CallStyle(format), False, True), markers and Reasoning(markers, None)
-    if route != "completions":
-        stops = Stops.of(stops.strings, service.conversations.special, markers_of(*turn))
-    job = Job("id", choices, stops, Arrival("me"), 1)
     if route == "completions":
         return Completion(service, CompletionBody(prompt="a", logprobs=2, echo=None, **shared), job)
     if route == "chat":

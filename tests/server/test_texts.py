@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -214,24 +215,32 @@ def marked(byte_tokenizer: Any) -> Any:
     cuts=st.lists(st.integers(1, 3), max_size=12),
 )  # fmt: skip
 @example(elements=["a", "<|user|>", "a", "b"], stops=[["<|user|>", "b"]], shown=set(), cuts=[1] * 12)
-@example(elements=["a", "<think>", "b"], stops=[["a", "b"]], shown=set(), cuts=[1] * 12)
-@example(elements=["a", "<think>", "b"], stops=[["<think>", "b"]], shown={"<think>"}, cuts=[1] * 12)
-def test_stop_strings_end_texts_with_the_names_of_special_tokens(
+@example(elements=["a", "<think>", "b"], stops=[["a", "b"]], shown={"<think>"}, cuts=[1] * 12)
+def test_stop_strings_end_texts_at_the_special_tokens_that_they_name(
     marked: Any, elements: list[str], stops: list[list[str]], shown: set[str], cuts: list[int]
 ) -> None:
     tokenizer, special = marked, special_tokens(marked)
-    given = Stops.of(["".join(stop) for stop in stops], special, shown)
-    assert given.special == {special[mark] for mark in MARKS if any(mark in text for text in (*given.strings, *shown))}
+    given = Stops.of(["".join(stop) for stop in stops], special)
+    assert given.special == {special[mark] for mark in MARKS if any(mark in stop for stop in given.strings)}
     ids, criterion = tokenizer.convert_tokens_to_ids(elements), StopStrings(tokenizer, given, 1)
-    names = [each if each not in MARKS or special[each] in given.special else "" for each in elements]
-    ends = (n for n in range(1, len(ids) + 1) if any(stop in "".join(names[:n]) for stop in given.strings))
+
+    def text_of(count: int, seen: Callable[[str], bool]) -> str:
+        return "".join(each for each in elements[:count] if each not in MARKS or seen(each))
+
+    def matched(count: int) -> str:
+        return text_of(count, lambda mark: special[mark] in given.special)
+
+    ends = (count for count in range(1, len(ids) + 1) if any(stop in matched(count) for stop in given.strings))
     end = next(ends, None)
     told = [bool(criterion(torch.tensor([[0, *ids[:count]]]), None)) for count in range(1, (end or len(ids)) + 1)]
     assert told == [False] * (len(told) - 1) + [end is not None] * bool(told)
-    ids, text = ids[:end], "".join(names[:end])
-    place = min((at for stop in given.strings if (at := text.find(stop)) >= 0), default=None)
-    expected, pieces, begin = text[:place], "", 0
-    growing = ChoiceText(tokenizer, given)
+    ids = ids[:end]
+    # The text is that of the tokens in front of the place where the stop string begins.
+    place = min((at for stop in given.strings if (at := matched(len(ids)).find(stop)) >= 0), default=None)
+    lengths = [len(matched(count)) for count in range(len(ids) + 1)]
+    before = len(ids) if place is None else max(n for n, length in enumerate(lengths) if length <= place)
+    expected = text_of(before, shown.__contains__)
+    growing, pieces, begin = ChoiceText(tokenizer, given, [], frozenset(special[mark] for mark in shown)), "", 0
     for count in [*cuts, len(ids)]:
         new, ended = ids[begin : begin + count], count == len(ids)
         begin += len(new)
@@ -240,7 +249,9 @@ def test_stop_strings_end_texts_with_the_names_of_special_tokens(
         if ended:
             break
     assert (pieces, growing.shown, growing.stopped) == (expected, expected, place is not None)
-    assert [growing.written[first:last] for first, last in growing.places] == names[: len(ids)]
+    assert [growing.written[first:last] for first, last in growing.places] == [
+        each if each not in MARKS or each in shown else "" for each in elements[: len(ids)]
+    ]
 
 
 @pytest.mark.parametrize("stop", ["<|user|>", "<|user|><|user|>"])

@@ -19,7 +19,7 @@ from decoders.engine.decode.output import TokenLogprobs
 from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.arguments import Stops
 from decoders.server.bodies import ChatBody
-from decoders.server.chat import Chat, markers_of
+from decoders.server.chat import Chat
 from decoders.server.grammars import Calling
 from decoders.server.limits import Arrival
 from decoders.server.reasoning import Reasoning
@@ -79,13 +79,12 @@ def test_a_stream_tells_what_the_whole_answer_does(name: str, cut: bool, byte_to
         Calling(tuple(TOOLS), CallStyle(format_named(style)), False, True),
         Reasoning(KNOWN[0] if harmony else THINK, None),
     )
-    stops = Stops.of((), service.conversations.special, markers_of(*arguments))
     asked = ResponseBody(input="a", include=["message.output_text.logprobs"], store=False)
     bodies: list[Any] = [asked.chat([]), ChatBody(messages=[{"role": "user", "content": "a"}], logprobs=True)]  # type: ignore[list-item]
 
     def answers(tokens: list[int]) -> list[Any]:
         own = [
-            Job("id", [Choice(0, 0, generation(tokens, len(ids) if cut else 999), [])], stops, Arrival("me"), 1)
+            Job("id", [Choice(0, 0, generation(tokens, len(ids) if cut else 999), [])], Stops(), Arrival("me"), 1)
             for _ in bodies
         ]
         return [Response(Kept(), service, bodies[0], own[0], *arguments), Chat(service, bodies[1], own[1], *arguments)]
