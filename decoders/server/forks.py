@@ -51,10 +51,17 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without the vocabulary, which both processes have."""
+    """Pickles values without the vocabulary, which both processes have. Exceptions are pickled as class, ``args`` and attributes,
+    because their constructor may take other arguments than ``args``.
+    """
 
     def persistent_id(self, value: Any) -> Any:
         return ("vocabulary", value.spelled) if isinstance(value, Vocabulary) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Exception):
+            return _remade, (type(value), value.args, vars(value))
+        return NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
@@ -64,6 +71,12 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, name: Any) -> Vocabulary:
         return self._vocabulary.spelling(name[1])
+
+
+def _remade(kind: type[Exception], arguments: tuple[Any, ...], held: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(held)
+    return error
 
 
 def pickled(value: Any) -> bytes:

@@ -21,7 +21,7 @@ from ..constraints import (
     regex,
     spec_of_library,
 )
-from ..errors import GrammarError, UnknownNameError
+from ..errors import GrammarError
 from ..prompts.templates import CallStyle
 from .bodies import (
     Body,
@@ -44,11 +44,11 @@ def spec_of(wanted: Part | None) -> Spec | CompiledGrammar | None:
     """The grammar of a ``response_format``; None for free text.
 
     Raises:
-        Refusal: the schema, pattern or grammar in the format is invalid, or the library has no grammar of its name.
+        Refusal: the schema, pattern or grammar in the format is invalid.
     """
     try:
         return _spec(wanted)
-    except (GrammarError, UnknownNameError) as error:
+    except GrammarError as error:
         raise refusal(error) from error
 
 

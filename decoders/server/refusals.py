@@ -51,12 +51,9 @@ class Refusal(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(status, message)  # with these arguments, a refusal can be pickled
+        super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
-
-    def __str__(self) -> str:
-        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
