@@ -33,13 +33,14 @@ class OutputLines:
     """A file of completions to which lines are appended; it is locked while it is open. Existing completions are not written again.
 
     Every line holds ``index`` and ``input`` (the prompt's number and mark, a short hash), ``options`` (the settings that decide its
-    text), and ``text`` or ``error``. The file is not changed before the first :meth:`write`, which drops the lines of prompts that
-    failed, and an incomplete last line.
+    text), and ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further
+    down. The second line is the valid one, and replaces the first line when the file is closed after a run without an exception. The
+    file is not changed before the first :meth:`write`, which also drops an incomplete last line.
 
     Attributes:
         path: the file.
         done: the mark of every completed prompt, by number.
-        failed: the numbers of the prompts that failed and have no completion, when the file was opened.
+        failed: mark and error of every prompt that failed and was not completed since, by number.
         options: the different ``options`` of the completed prompts, as JSON.
 
     Raises:
@@ -49,10 +50,13 @@ class OutputLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.done: dict[int, str] = {}
-        self.failed: set[int] = set()
+        self.failed: dict[int, tuple[str, str]] = {}
         self.options: set[str] = set()
+        # Byte offsets by the prompt's number: of all lines of each prompt that failed; and of the valid line of every prompt.
+        self._places: dict[int, list[int]] = {}
+        self._counts: dict[int, int] = {}
         self._whole = 0  # size of the complete lines
-        self._stale = False  # whether there are lines to drop, or the last line has no line end
+        self._cut = self._open = False  # _cut: an incomplete line follows. _open: the last line has no line end
         self._target = Path(os.path.realpath(path))  # if `path` is a link, its target is written, and the link stays
         try:
             self._file, self._new = _opened(self._target, path)
@@ -72,19 +76,31 @@ class OutputLines:
         # Reads through the locked descriptor, since closing another descriptor of the file would release some kinds of locks.
         reader = io.BufferedReader(self._file)
         for number, line in enumerate(reader, 1):
+            ended = line.endswith(b"\n")
             item = _ours(line)
-            if item is None and (line.endswith(b"\n") or not _is_cut(line, self._whole > 0)):
-                raise SettingsError(f"{self.path}, line {number} is no completion: {_ELSE}")
-            self._stale |= not line.endswith(b"\n") or item is None or "error" in item
-            self._whole += len(line) if item is not None else 0
-            if item is not None and "error" in item:
-                self.failed.add(item["index"])
-            elif item is not None:
-                self.done[item["index"]] = item["input"]
-                if isinstance(options := item.get("options"), dict):
-                    self.options.add(json.dumps(options))
-        self.failed -= self.done.keys()
+            if item is None:
+                if ended or not _is_cut(line, self._whole > 0):
+                    raise SettingsError(f"{self.path}, line {number} is no completion: {_ELSE}")
+                self._cut = True
+                break
+            self._note(item, self._whole)
+            self._whole += len(line)
+            self._open = not ended
         reader.detach()
+
+    def _note(self, item: dict[str, Any], place: int) -> None:
+        number, failed = item["index"], "error" in item
+        if failed or number in self._places:
+            self._places.setdefault(number, []).append(place)
+        if not failed:
+            self.failed.pop(number, None)
+            self.done[number] = item["input"]
+            if isinstance(options := item.get("options"), dict):
+                self.options.add(json.dumps(options))
+            self._counts[number] = place
+        elif number not in self.done:
+            self.failed[number] = item["input"], str(item["error"])
+            self._counts[number] = place
 
     def check(self, line: InputLine) -> bool:
         """Whether the prompt in `line` is already completed. A prompt that failed is not, and its text may have changed since.
@@ -120,56 +136,86 @@ class OutputLines:
         Raises:
             OSError: the line cannot be written. Earlier lines stay.
         """
-        if self._stale:
-            self._renew()
+        if "error" in item and self.failed.get(item["index"]) == (item["input"], item["error"]):
+            return  # the prompt failed again with the same error
         try:
             content = json.dumps(item, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only write escaped
             content = json.dumps(item).encode() + b"\n"
-        left = memoryview(content)
+        place = self._whole + self._open
+        left = memoryview(b"\n" + content if self._open else content)
         try:
+            if self._cut:
+                self._file.truncate(self._whole)
             while left:
                 left = left[self._file.write(left) :]
         except OSError:
             with suppress(OSError):
                 self._file.truncate(self._whole)
             raise
-        self._whole += len(content)
+        self._whole, self._cut, self._open = place + len(content), False, False
+        self._note(item, place)
 
-    def _renew(self) -> None:
-        """Replaces the file by one with the completed prompts' lines only.
+    def _merge(self) -> None:
+        """Writes a new file with one line per prompt, and replaces the old file by it. Does nothing if each prompt has one line.
 
         Raises:
             OSError: the new file cannot be written; the old file is unchanged.
         """
-        draft = self._target.with_name(f".{self._target.name}.new")
+        several = {number: places for number, places in self._places.items() if len(places) > 1}
+        if not several:
+            return
+        instead = {places[0]: self._counts[number] for number, places in several.items()}
+        dropped = {place for places in several.values() for place in places[1:]}
+        draft = self._target.with_name(f".{self._target.name}.merging")
         draft.unlink(missing_ok=True)  # left by a killed run
         try:
             with (
-                draft.open("xb") as new,
-                self._target.open("rb") as old,
-            ):  # "x" follows no link that somebody has put there
-                for line in old:
-                    if (item := _ours(line)) is not None and "text" in item:
-                        new.write(line.rstrip(b"\n") + b"\n")
-                new.flush()
-                os.fsync(new.fileno())
-                self._whole = new.tell()
-            shutil.copymode(self._target, draft)
-            if sys.platform == "win32":  # Windows replaces no open files
-                self._file.close()
-            os.replace(draft, self._target)
+                draft.open("x+b", buffering=0) as raw,  # does not follow a link that somebody has put there
+                self._target.open("rb") as lines,
+                self._target.open("rb") as other,
+            ):
+                locked(raw)  # keeps other processes from the new file until it is complete
+                file = io.BufferedWriter(raw)
+                place = 0
+                for line in lines:
+                    if place == self._whole:
+                        break  # the last line is incomplete
+                    if place in instead:
+                        other.seek(instead[place])
+                        file.write(other.readline().rstrip(b"\n") + b"\n")
+                    elif place not in dropped:
+                        file.write(line.rstrip(b"\n") + b"\n")
+                    place += len(line)
+                file.flush()
+                os.fsync(raw.fileno())
+                shutil.copymode(self._target, draft)
+                if sys.platform == "win32":  # Windows moves no open files
+                    raw.close()
+                    lines.close()
+                    other.close()
+                    self._file.close()
+                os.replace(draft, self._target)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
-        self._file.close()
-        self._file, _ = _opened(self._target, self.path)
-        self._stale = False
 
     def __enter__(self) -> OutputLines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._merge()
+        except OSError as problem:
+            raise SettingsError(
+                f"{self.path} cannot be written anew ({problem.strerror}): all completions are in it, but prompts that had failed have "
+                "their old lines, too. The same command tries it again"
+            ) from problem
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         """Closes the file. Removes the file if this object created it and wrote no line."""
         try:
             if self._new and not self._whole:

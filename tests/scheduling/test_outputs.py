@@ -72,7 +72,6 @@ def test_another_or_a_longer_input_is_refused(path: Path) -> None:
     with OutputLines(path) as out:
         out.write(item(0))
         out.write(item(1, error="no"))
-    with OutputLines(path) as out:
         assert out.check(line(0)) and not out.check(line(1)) and not out.check(line(1, "mended"))
         with pytest.raises(SettingsError, match="another input"):
             out.check(line(0, "other"))
@@ -84,7 +83,10 @@ def test_another_or_a_longer_input_is_refused(path: Path) -> None:
 def test_other_options_are_refused_with_what_differs(path: Path) -> None:
     options = {"model": "a", "temperature": 0.8, "seed": 3}
     with OutputLines(path) as out:
+        out.write(item(0))  # as earlier versions did
+        out.check_options(options)
         out.write({"options": {"model": "b"}} | item(1, error="no"))
+        out.check_options(options)
         out.write({"options": options} | item(2))
     with OutputLines(path) as out:
         out.check_options(options)
@@ -93,62 +95,67 @@ def test_other_options_are_refused_with_what_differs(path: Path) -> None:
             out.check_options({"model": "a", "seed": 4, "chat": True})
 
 
-def test_a_prompt_that_failed_is_written_anew(path: Path) -> None:
+def test_a_prompt_that_failed_has_its_next_outcome_in_its_place(path: Path) -> None:
     first = [item(0), item(1, error="a"), item(2, error="b"), item(3)]
     with OutputLines(path) as out:
         for each in first:
             out.write(each)
-    path.write_bytes(path.read_bytes() + b'{"index": 4, "inp')
     with OutputLines(path) as out:
-        assert (list(out.done), out.failed) == ([0, 3], {1, 2})
-        assert path.read_bytes().endswith(b'"inp')
+        assert (list(out.done), list(out.failed)) == ([0, 3], [1, 2])
         out.write(item(2))
-        assert written(path) == [item(0), item(3), item(2)]  # what a kill leaves
         out.write(item(1, error="c"))
-    assert written(path) == [item(0), item(3), item(2), item(1, error="c")]
+        assert written(path) == [*first, item(2), item(1, error="c")]  # what a kill leaves
+    assert written(path) == [item(0), item(1, error="c"), item(2), item(3)]
     assert os.listdir(path.parent) == ["out.jsonl"]
 
 
+def test_what_a_kill_leaves_of_a_second_try_is_merged_by_the_next(path: Path) -> None:
+    with OutputLines(path) as out:
+        for each in [item(0, error="a"), item(1, error="b"), item(2)]:
+            out.write(each)
+    out = OutputLines(path)
+    out.write(item(1))
+    out.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    path.write_bytes(path.read_bytes() + b'{"index": 0, "inp')
+    with OutputLines(path) as out:
+        assert list(out.failed) == [0] and len(written_whole(path)) == 4
+        out.write(item(0, error="a"))  # fails as it did before
+    assert written(path) == [item(0, error="a"), item(1), item(2)]
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_what_ends_in_the_middle_of_dropping_lines_loses_nothing(
+def test_what_ends_in_the_middle_of_a_merge_loses_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    lines = [item(0, error="a"), item(1)]
-    with OutputLines(path) as out:
-        for each in lines:
-            out.write(each)
+    lines = [item(0, error="a"), item(1), item(0)]
 
     def fails(*arguments: Any) -> None:
         raise error
 
-    with monkeypatch.context() as patch, OutputLines(path) as out:
+    with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fails)
-        with pytest.raises(error):
-            out.write(item(0))
+        out = OutputLines(path)
+        for each in lines:
+            out.write(each)
+        with pytest.raises(
+            SettingsError if error is OSError else error
+        ):  # the command does not end as if all were well
+            out.__exit__(None, None, None)
     assert written(path) == lines
     with OutputLines(path) as out:
-        out.write(item(0))
-    assert written(path) == [item(1), item(0)]
+        assert sorted(out.done) == [0, 1]
+    assert written(path) == [item(0), item(1)]
     assert os.listdir(path.parent) == ["out.jsonl"]
 
 
 def test_a_file_beside_is_written_through_no_link(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("mine")
-    (path.parent / f".{path.name}.new").symlink_to(other)
-    for outcome in ({"error": "a"}, {"text": "b"}):
-        with OutputLines(path) as out:
-            out.write(item(0, **outcome))
-    assert written(path) == [item(0, text="b")] and other.read_text() == "mine"
-
-
-def test_the_file_stays_locked_after_lines_were_dropped(path: Path) -> None:
+    (path.parent / f".{path.name}.merging").symlink_to(other)
     with OutputLines(path) as out:
         out.write(item(0, error="a"))
-    with OutputLines(path) as out:
         out.write(item(0))
-        with pytest.raises(SettingsError, match="another process writes"):
-            OutputLines(path)
+    assert written(path) == [item(0)] and other.read_text() == "mine"
 
 
 def test_links_in_a_circle_are_refused(path: Path) -> None:
@@ -177,13 +184,16 @@ def test_a_file_that_another_process_has_put_in_its_place_is_the_one_that_is_loc
     assert written(path) == [item(0), item(1), item(2)]
 
 
+def written_whole(path: Path) -> list[bytes]:
+    return [each for each in path.read_bytes().splitlines(True) if each.endswith(b"\n")]
+
+
 def test_a_last_line_without_its_end_is_whole_if_it_is_json(path: Path) -> None:
-    content = "".join(json.dumps(each) + "\n" for each in [item(0, error="a"), item(1), item(2)])
+    content = "".join(json.dumps(each) + "\n" for each in [item(0, error="a"), item(1), item(0)])
     path.write_text(content[:-1])
     with OutputLines(path) as out:
-        assert sorted(out.done) == [1, 2]
-        out.write(item(0))
-    assert written(path) == [item(1), item(2), item(0)]
+        assert sorted(out.done) == [0, 1]
+    assert written(path) == [item(0), item(1)]
 
 
 def test_half_of_a_surrogate_pair_is_written_escaped(path: Path) -> None:
