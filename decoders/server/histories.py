@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from itertools import groupby, takewhile
 from typing import Any
-
-from pydantic_core import from_json
 
 from ..prompts.templates import CallStyle
 from .refusals import wrong
@@ -17,10 +17,10 @@ JOINT = "\n\n"
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
     """Parses a call in an assistant's message. Returns the function's name, the arguments, the arguments' JSON text (None if they were
-    truncated or given as an object), and the call's id. place, number: the message's and the call's index, for errors.
+    given as an object), and the call's id. place, number: the message's and the call's index, for errors.
 
-    Calls that a model did not finish are accepted: truncated arguments lose their incomplete last member. Lone surrogates, which
-    templates could not write again, are replaced.
+    Imperfect calls that a model wrote are accepted: truncated arguments lose their incomplete last member, numbers too large for
+    JSON parsers are clamped, and lone surrogates are replaced.
 
     Raises:
         Refusal: a field is missing, or the arguments are no object.
@@ -29,19 +29,63 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
     try:
         name, arguments, text = str(function["name"]), function.get("arguments") or "{}", None
         if isinstance(arguments, str):
-            try:
-                arguments, text = json.loads(arguments), arguments
-            except json.JSONDecodeError:
-                arguments = from_json(arguments, allow_partial=True)
+            arguments, text = _read(arguments)
         if not isinstance(arguments, dict):
             raise TypeError("the arguments are no object")
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-16", "surrogatepass")
-        return name, json.loads(written.decode("utf-16", "replace")), text, call.get("id")
+        return name, _encodable(arguments), text, call.get("id")
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         param = f"messages.{place}.tool_calls.{number}"
         raise wrong(
             param, '{"function": {"name": …, "arguments": "{…}"}} is needed, the arguments an object'
         ) from error
+
+
+def _read(text: str) -> tuple[Any, str]:
+    """The value of a JSON text, and the text itself. A truncated text is first closed after its last complete member. Raises
+    ValueError.
+    """
+    text.encode()
+    try:
+        return json.loads(text, parse_float=_number, parse_int=_number), text
+    except json.JSONDecodeError:
+        text = _closed(text)
+        return json.loads(text, parse_float=_number, parse_int=_number), text
+
+
+def _number(text: str) -> int | float:
+    if len(text) < 300 and text.lstrip("-").isdigit():
+        return int(text)
+    return max(min(float(text), sys.float_info.max), -sys.float_info.max)
+
+
+#: A JSON string, possibly truncated by the end of the text, or a punctuation mark of an object or list.
+_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],]', re.DOTALL)
+
+
+def _closed(text: str) -> str:
+    """A truncated JSON object or list, closed after its last complete member."""
+    open, end = list[str](), 0
+    for found in _MARKS.finditer(text):
+        mark = found[0]
+        if mark.startswith('"'):
+            continue
+        if mark in "{[":
+            open.append("}" if mark == "{" else "]")
+        elif mark in "}]" and open:
+            open.pop()
+        end = found.start() if mark == "," else found.end()
+    return text[:end] + "".join(reversed(open))
+
+
+def _encodable(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns `arguments` without lone surrogates, which templates could not serialize again. Raises ValueError for NaN."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        whole: dict[str, Any] = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return whole
+    return arguments
 
 
 class Links:

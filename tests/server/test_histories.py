@@ -198,11 +198,12 @@ def test_arguments_are_json_whatever_a_template_does_with_them(
 @pytest.mark.parametrize(
     "written, expected",
     [
-        ('{"a": 1, "b": [1, {"c": "x', '{"a": 1, "b": [1, {}]}'),
+        ('{"a": 1, "b": [1, {"c": "x"', '{"a": 1, "b": [1, {}]}'),
         ('{"a": "}{", "b": "cut \\', '{"a": "}{"}'),
-        ('{"a": 1, "b": 2', '{"a": 1, "b": 2}'),
+        ('{"a": 1, "b": 2', '{"a": 1}'),
         ("{", "{}"),
         ("", "{}"),
+        ('{"a": 1e999, "b": ' + "9" * 5000 + "}", '{"a": 1.7976931348623157e+308, "b": 1.7976931348623157e+308}'),
         ('{"a": "\\ud800x", "b": "\\ud83d\\ude42"}', '{"a": "\N{REPLACEMENT CHARACTER}x", "b": "🙂"}'),
     ],
 )
@@ -214,7 +215,7 @@ def test_arguments_that_a_model_wrote_can_come_back(
     assert f'"arguments": {expected}}}' in conversations.prompt([USER, message], (), {})
 
 
-@pytest.mark.parametrize("written", ["[1", '"{', "{'a': 1}", '{"a": 1,, ', "NaN", "x{", '{"a": 1e999}'])
+@pytest.mark.parametrize("written", ["[1", '"{', "{'a': 1}", '{"a": 1,, ', "NaN", "x{"])
 def test_arguments_that_are_no_object_are_refused(written: str, tokenizer_of: Callable[..., Any]) -> None:
     conversations = Conversations(tokenizer_of([]), template(each(WHOLE["hermes"] % WAYS["as JSON"])))
     message = Message(role="assistant", tool_calls=called("call_1", arguments=written))
