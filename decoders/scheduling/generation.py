@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
@@ -39,17 +38,14 @@ class Generation:
         on_cancel: Callable[[Generation], None],
     ) -> None:  # fmt: skip
         self.call, self.tokenizer, self.priority = call, tokenizer, priority
-        self.submitted, self._process = time.monotonic(), os.getpid()
+        self.submitted = time.monotonic()
         self.expires = self.submitted + (math.inf if deadline is None else deadline)
         self.waited: float | None = None
         self.member: RequestOutput | None = None
         self.cancelled = False
         self._on_cancel = on_cancel
         self._unjudged = False
-        # Readers of tokens wait for `_changed`, which every step notifies; readers of the result for `_over`.
-        lock = threading.RLock()
-        self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
-        self._judging = threading.RLock()
+        self._renew_conditions()
         self._count = 0  # number of new tokens that readers may see
         self._times: list[tuple[float, int]] = []
         self._done = False
@@ -77,7 +73,6 @@ class Generation:
         Raises:
             TimeoutError: see :meth:`result`.
         """
-        self._check_process()
         with self._over:
             if not self._over.wait_for(lambda: self._done, timeout):
                 raise TimeoutError(f"not done after {timeout} s")
@@ -224,7 +219,6 @@ class Generation:
             raise self._error
 
     async def _result_async(self) -> Any:
-        self._check_process()
         loop, over = asyncio.get_running_loop(), asyncio.Event()
 
         def ended(_: Generation) -> None:
@@ -263,14 +257,9 @@ class Generation:
 
     def _wait(self, seen: int) -> tuple[list[int], bool]:
         """Waits for more than `seen` new tokens, or for the end. Returns all new tokens, and whether the request has ended."""
-        self._check_process()
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._count > seen)
             return self.tokens, self._done
-
-    def _check_process(self) -> None:
-        if not self._done:
-            check_process(self._process)
 
     # Called by the scheduler:
 
@@ -318,19 +307,24 @@ class Generation:
         for function in callbacks:
             self._call_back(function)
 
+    def _abandon(self, error: BaseException) -> None:
+        """Ends the request with `error` in a forked child. The request's listeners belong to the parent process."""
+        self._renew_conditions()
+        self._listeners, self._callbacks = [], []
+        if not self._done:
+            self._error, self._done, self._on_cancel = error, True, _nothing
+
+    def _renew_conditions(self) -> None:
+        """Creates the locks. Readers of tokens wait for `_changed`, which every step notifies; readers of the result for `_over`."""
+        lock = threading.RLock()
+        self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
+        self._judging = threading.RLock()
+
     def _tell(self) -> None:
         with self._changed:
             listeners = list(self._listeners)
         for listener in listeners:
             listener()
-
-
-def check_process(process: int) -> None:
-    """Raises CancelledError in a child that was forked from `process`: no thread decodes there, and locks may be held."""
-    if process != os.getpid():
-        raise CancelledError(
-            "the scheduler belongs to the process that this one was forked from: make one in this process"
-        )
 
 
 def _nothing(generation: Generation) -> None: ...

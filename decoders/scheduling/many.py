@@ -17,7 +17,7 @@ from ..errors import InputError, SettingsError, UnsupportedError
 from ..report import Report
 from ..strategy import Strategy
 from .arguments import check_count
-from .generation import Generation, check_process
+from .generation import Generation
 from .scheduler import Scheduler
 
 #: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for it alone. An exception is the error
@@ -112,7 +112,7 @@ def _completions(
                 if ordered:
                     line.append(request)
             if running:
-                check_process(scheduler._process)  # a forked child would wait forever
+                scheduler._check_process()  # a forked child would wait forever
                 request = ended.get()
                 running -= 1
                 if not ordered:

@@ -24,11 +24,13 @@ from ..engine.model.threads import release_threads
 from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError, amount
 from ..strategy import Strategy
 from .arguments import check_count, check_number, check_salt, own_arguments, prompt_ids
-from .generation import Generation, check_process
+from .generation import Generation
 from .lanes import Lanes, copied, reason
 from .queue import Waiting
 
 log = logging.getLogger("decoders")
+
+_FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
 
 #: If no request runs, the first requests wait for others to share steps with, until no request has come for this many seconds.
 GATHERING = 0.002
@@ -45,8 +47,8 @@ class Scheduler:
     lengths, seeds, sampling values, stop tokens, grammars and budgets. Requests that cannot share steps take turns, step by step.
     Calls of ``generate`` on the same model take turns with the scheduler, too.
 
-    Use it as a context manager, or :meth:`close` it. A scheduler belongs to the process that created it: a forked child creates another
-    one.
+    Use it as a context manager, or :meth:`close` it. A scheduler belongs to the process that created it: in a forked child it is closed
+    and its requests have ended, so create another scheduler in the child.
 
     Args:
         model: the model; the scheduler enables it if it is not enabled yet.
@@ -90,7 +92,7 @@ class Scheduler:
         self._coming = 0  # number of requests that are being prepared and will soon be in the queue
         self._lanes = Lanes(rows, longest_pause)
         self._admitting: Generation | None = None  # the request that has left the queue and has no row yet
-        self._closing, self._process = False, os.getpid()
+        self._closing = self._forked = False
         self._error: BaseException | None = None  # an error outside of any request, which ended the scheduler
         self.steps = 0
         # Thread.is_alive is not used: after Ctrl-C interrupts Thread.join, Python before 3.13 reports that the thread has ended.
@@ -176,12 +178,8 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether the scheduler's thread runs in this process. The thread ends with :meth:`close`, or with an error outside of any
-        request.
-        """
-        return (
-            not self._ended.is_set() and self._process == os.getpid()
-        )  # in this order: at interpreter exit, `os` is gone
+        """Whether the scheduler's thread runs. The thread ends with :meth:`close`, or with an error outside of any request."""
+        return not self._ended.is_set()
 
     @property
     def waiting(self) -> int:
@@ -193,8 +191,13 @@ class Scheduler:
         """The number of requests that have a row."""
         return self._lanes.running
 
+    def _check_process(self) -> None:
+        """Raises CancelledError in a child that was forked from the scheduler's process, where no thread decodes."""
+        if self._forked:
+            raise CancelledError(_FORKED)
+
     def _check_open(self) -> None:
-        check_process(self._process)
+        self._check_process()
         if self._error is not None:
             raise CancelledError(f"an error has ended the scheduler: {self._error!r}") from self._error
         if self._closing:
@@ -246,6 +249,17 @@ class Scheduler:
         admitting = [self._admitting] if self._admitting is not None else []
         active = [generation for generation in self._lanes.generations() if generation is not self._admitting]
         return self._waiting.all() + admitting + active
+
+    def _abandon(self) -> None:
+        """Ends the scheduler in a forked child, which has no decoding thread, and where a thread of the parent may hold the lock."""
+        self._changed = threading.Condition()
+        self._closing = self._forked = True
+        self._ended = threading.Event()
+        self._ended.set()
+        left = self._all()
+        self._waiting, self._admitting, self._lanes = Waiting(), None, Lanes(self.rows, self.longest_pause)
+        for generation in left:
+            generation._abandon(CancelledError(_FORKED))
 
     # Run by the scheduler's thread:
 
@@ -352,6 +366,15 @@ def _work(reference: weakref.ref[Scheduler], ended: threading.Event) -> None:
 
 
 _open: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for scheduler in list(_open):
+        scheduler._abandon()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 @atexit.register
