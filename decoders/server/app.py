@@ -20,7 +20,7 @@ from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ..errors import suggest
+from ..errors import DeadlineError, suggest
 from . import chat, completions, responses
 from .answers import Answer, EventStream, settled, while_connected
 from .bodies import Asked, Body, ChatBody, CompletionBody
@@ -221,6 +221,8 @@ async def _prepared(
     try:
         async with asyncio.timeout(max(arrival.left(seconds), 0)):
             return await while_connected(request.receive, worked())
+    except DeadlineError:  # a TimeoutError, too; `work` has named its own limit
+        raise
     except TimeoutError as error:
         raise arrival.late(seconds) from error
     finally:

@@ -101,6 +101,8 @@ def test_a_deadline_ends_a_request(served: Any, service_of: Any) -> None:
         response = client.post(ROUTE, json=LONG)
         assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
         assert client.post(ROUTE, json=LONG | {"deadline": 0.1}).status_code == 504
+        # A deadline that passes while the request is prepared is named, not the limit of preparing.
+        assert "1e-06 s" in client.post(ROUTE, json=LONG | {"deadline": 1e-6}).json()["error"]["message"]
         with client.stream("POST", ROUTE, json=LONG | {"stream": True}) as stream:
             lines = [line for line in stream.iter_lines() if line]
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
