@@ -8,15 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SettingsError
-from ..settings import RuntimeSettings, parse_assignments
+from ..settings import parse_assignments
 
 #: The key in brackets that names the verifier. It is not a setting of the strategy.
 VERIFIER = "verifier"
 #: The key in brackets that names the grammar: a name that ``decoders grammars`` lists, or a file. It is not a setting of the strategy.
 GRAMMAR = "grammar"
-#: Settings of the loop that brackets may hold: compiling, memory of strategies between calls, number formats of the target's
-#: matrices and cache, and of the draft model's matrices.
-LOOP = ("compile", "memory", "weights", "kv_cache", "draft_weights")
+COMPILE = "compile"
+#: Settings of the loop that brackets may hold, and their values: compiling, memory of strategies between calls, number formats of
+#: the target's matrices and cache, and of the draft model's matrices.
+LOOP: dict[str, tuple[bool | str, ...]] = {
+    COMPILE: (True, False, "auto"),
+    "memory": (True, False),
+    "weights": ("keep", "16bit", "int8", "int4"),
+    "kv_cache": ("keep", "int8"),
+    "draft_weights": ("auto", "keep", "16bit", "int8", "int4"),
+}
 _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -93,7 +100,7 @@ def parse(text: str) -> Variant:
     Values are parsed as in ``--set``: JSON, or else the text itself.
 
     Raises:
-        SettingsError: `text` is malformed, has two verifiers, two grammars, or two values or a wrong value of a loop setting.
+        SettingsError: `text` is malformed, or has two verifiers, two grammars, or two values of a setting of the loop.
     """
     parts, brackets = [], []
     whole_tree: dict[str, list[Any]] = {key: [] for key in (VERIFIER, GRAMMAR, *LOOP)}
@@ -118,8 +125,11 @@ def parse(text: str) -> Variant:
                 f"{text!r}: only one {key} is possible, since it holds for the whole tree; {len(values)} are given"
             )
     given = {key: values[0] for key, values in whole_tree.items() if values}
-    of_loop = {key: given[key] for key in LOOP if key in given}
-    loop = {key: getattr(RuntimeSettings.parse(of_loop), key) for key in of_loop}
+    loop = {key: given[key] for key in LOOP if key in given}
+    for key, value in loop.items():
+        if not any(value is allowed or (isinstance(value, str) and value == allowed) for allowed in LOOP[key]):
+            words = [str(allowed).lower() for allowed in LOOP[key]]
+            raise SettingsError(f"{text!r}: {key} is {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
     return Variant(tuple(parts), tuple(brackets), settings, given.get(VERIFIER), given.get(GRAMMAR), loop)
 
 

@@ -191,7 +191,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--shape", "llama-1b", "--prompts", "code"), "prompts are random tokens"),
         (("--prompt-length", "long"), "tokens such as 64,2000"),
         (("--set", "prefill_chunk=0"), "prefill_chunk"),
-        (("-s", "prompt_lookup[compile=maybe]"), "Input should be 'auto', or Input should be a valid boolean"),
+        (("-s", "prompt_lookup[compile=maybe]"), "true, false or auto"),
         (("--batch", "0"), "batch sizes such as 1,4"),
         (("--prompts", "nowhere.txt"), "'nowhere.txt' is no file, and 'nowhere.txt' no kind"),
         (("--set", "length=3"), "name the strategy too"),
