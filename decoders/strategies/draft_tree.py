@@ -65,17 +65,17 @@ Beam = Annotated[int, Field(ge=1, le=32, description="Number of nodes of a dynam
 
 
 class TreeForms(Settings):
-    """Base of settings with `tree`, `nodes`, `children` and `beam`. Warns about settings that the tree ignores."""
+    """Base of settings with `tree` (or `template`), `nodes`, `children` and `beam`. Warns about settings that the tree ignores."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
-        tree = getattr(self, "tree", "dynamic")
-        idle = {"none": ("nodes", "children", "beam"), "static": ("beam",)}.get(tree, ())
+        tree, template = getattr(self, "tree", "dynamic"), getattr(self, "template", None) is not None
+        idle = ("nodes", "children", "beam") if tree == "none" or template else ("beam",) if tree == "static" else ()
         changed = [name for name in idle if getattr(self, name) != type(self).model_fields[name].default]
         if changed:  # no error, so that every form of a tree can be tried with the same settings
             given = ", ".join(f"{name}={getattr(self, name)}" for name in changed)
-            verb = "has" if len(changed) == 1 else "have"
-            warnings.warn(f"{type(self).__name__}: {given} {verb} no effect with tree={tree!r}", stacklevel=2)
+            verb, where = "has" if len(changed) == 1 else "have", "a template" if template else f"tree={tree!r}"
+            warnings.warn(f"{type(self).__name__}: {given} {verb} no effect with {where}", stacklevel=2)
         return self
 
 
@@ -123,11 +123,13 @@ class DraftTree(ABC):
         depth: number of levels.
         ahead: greatest number of slots that a draft model writes after a row's last token.
         children: number of continuations per node that the tree asks for.
+        least_children: number of continuations per node that the tree needs at least.
     """
 
     depth: int
     ahead: int
     children: int
+    least_children: int
 
     @abstractmethod
     def draft(self, drafter: Expands) -> Draft:
@@ -150,7 +152,7 @@ class StaticTree(DraftTree):
     def __init__(self, paths: Sequence[Sequence[int]], rows: int, device: torch.device) -> None:
         self.paths = paths
         self.topology, picks = Topology.from_paths(paths)
-        self.children = max(rank for _, rank in picks) + 1
+        self.children = self.least_children = max(rank for _, rank in picks) + 1
         self.depth = self.topology.max_depth
         self.ahead = len(self.topology)
         parents, offsets = self.topology.parents, self.topology.offsets
@@ -204,6 +206,8 @@ class DynamicTree(DraftTree):
         children: greatest number of continuations per node; fewer if the draft model's vocabulary is smaller.
         compile: see :class:`~decoders.strategy.Context`.
     """
+
+    least_children = 1
 
     def __init__(
         self, depth: int, beam: int, nodes: int, children: int, compile: Callable[[Callable], Callable]
@@ -304,7 +308,7 @@ def shape_of(
     Raises:
         UnsupportedError: the tree is dynamic, and the call has another verifier than the coupled one.
     """
-    nodes, children = draft_budget(context.costs, nodes, TREE_NODES), min(children, context.vocab_size)
+    nodes = draft_budget(context.costs, nodes, TREE_NODES)
     if tree == "dynamic":
         require_coupled(context, strategy)
         return DynamicTree(depth, beam, nodes, children, context.compile)

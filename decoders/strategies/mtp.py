@@ -71,7 +71,12 @@ class Mtp(ReadsFeatures):
                 f"{layers.num_mtp_layers} at most"
             )
         tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)
-        return FeatureState(MtpDrafter(context, layers, depth, tree.children, tree.ahead), tree)
+        drafter = MtpDrafter(context, layers, depth, tree.children, tree.ahead)
+        if tree.least_children > drafter.children:
+            raise SettingsError(
+                f"mtp: a node has {tree.children} continuations; the vocabulary has {context.vocab_size}"
+            )
+        return FeatureState(drafter, tree)
 
 
 class MtpDrafter(FeatureDrafter):

@@ -11,12 +11,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..drafters import Drafter, Expansion, OtherVocabulary
-from ..errors import UnsupportedError
+from ..errors import SettingsError, UnsupportedError
 from ..settings import Settings
 from ..strategy import Context, Draft, Sequences, Step
 from ..tree import TreeTensors
 from .draft_model import DraftModelSettings, DraftModelStrategy
-from .draft_tree import GRADE_RATES, DraftTree, TreeForm, TreeSettings, grades_of, shape_of
+from .draft_tree import GRADE_RATES, DraftTree, StaticTree, TreeForm, TreeSettings, grades_of, shape_of
 from .text_drafter import TextDrafter
 
 #: A draft model that has at least this share of the target's tokens drafts tokens, not strings. It splits texts much as the target
@@ -39,11 +39,18 @@ class ShapeSettings(TreeSettings):
         16, ge=1, le=32, description="Maximum number of tokens drafted per step with schedule heuristic."
     )
     tree: TreeForm = "none"
+    template: tuple[tuple[int, ...], ...] | None = Field(
+        None,
+        description="Paths of a static tree, each a tuple of ranks, one per level (as Medusa's tree choices). None: built "
+        "from the other settings.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.schedule == "heuristic" and self.tree != "none":
             raise ValueError(f"schedule 'heuristic' is for chains, not for a {self.tree} tree")
+        if self.template is not None and self.tree != "static":
+            raise ValueError(f"a template needs tree='static', not tree={self.tree!r}")
         return self
 
 
@@ -114,13 +121,20 @@ class Speculative(DraftModelStrategy):
         if other is not None and self._alignment(other) == "strings":
             return _State(TextDrafter(context, other, ahead), None, lengths, other=other)
         tree: DraftTree | None = None
-        if s.tree != "none":
+        if s.template is not None:
+            tree = StaticTree(s.template, context.rows, context.device)
+        elif s.tree != "none":
             tree = shape_of(self.name, s.tree, s.length, s.children, s.nodes, s.beam, context)
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
         # Masks work for chains only. They do not work with a grammar, which must know each draft token before the next is drafted.
         mask = drafter.mask_token if tree is None and context.guide is None else None
+        if tree is not None and tree.least_children > drafter.children:
+            raise SettingsError(
+                f"the template needs the {tree.children} best continuations of a node, and the vocabulary has {drafter.vocab_size} "
+                "tokens"
+            )
         return _State(drafter, tree, lengths, other=other, mask=mask)
 
     def other_vocabulary(self, context: Context) -> OtherVocabulary | None:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoders.drafters import Expansion
+from decoders.errors import DraftError
 from decoders.strategies import Speculative
 from decoders.strategies.draft_tree import RANK_SHARES, DynamicTree, StaticTree, best_nodes, likely_paths
-from decoders.testing import decode, prompts
+from decoders.testing import Spy, decode, prompts
 from decoders.testing.spy import inspect_tree
-from decoders.tree import TreeTensors
+from decoders.tree import Topology, TreeTensors
 
 from .conftest import paths_of
 
@@ -76,15 +77,15 @@ def table(rows: int, vocab: int, seed: int = 0, ties: bool = False) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def test_a_static_tree_holds_the_ranks_of_its_paths():
-    paths = [(0,), (2,), (0, 1), (0, 0), (2, 0), (0, 1, 0)]
-    tree, model = StaticTree(paths, 2, CPU), Table(table(2, 6), 3)
+def test_a_static_tree_holds_the_ranks_that_its_template_says():
+    template = [(0,), (2,), (0, 1), (0, 0), (2, 0), (0, 1, 0)]
+    tree, model = StaticTree(template, 2, CPU), Table(table(2, 6), 3)
     assert tree.children == 3
     draft = tree.draft(model)
     assert draft.scores is not None and draft.scores.shape == (2, 6, 6)
     for row in range(2):
         wanted = set()
-        for path in paths:
+        for path in template:
             tokens: tuple[int, ...] = ()
             for rank in path:
                 best = model.table[row, tokens[-1] if tokens else 0].topk(3).indices.tolist()
@@ -95,6 +96,21 @@ def test_a_static_tree_holds_the_ranks_of_its_paths():
         for path, node in found.items():
             before = path[-2] if len(path) > 1 else 0
             assert torch.equal(draft.scores[row, node - 1], model.table[row, before]), "what the token was drawn from"
+
+
+def test_a_template_with_a_missing_parent_is_refused(target, near):
+    with pytest.raises(DraftError, match=r"path \[1, 0\] has no parent \[1\]"):
+        decode(
+            target, prompts(), Speculative(tree="static", template=((0,), (1, 0))), assistant_model=near, max_new_tokens=4,
+            decoders_config={"compile": False},
+        )  # fmt: skip
+
+
+def test_a_template_of_the_users_own(target, near):
+    spy = Spy(Speculative(tree="static", template=((0,), (1,), (4,), (4, 0), (4, 0, 0))))
+    out = decode(target, prompts(3), spy, assistant_model=near, max_new_tokens=20, decoders_config={"compile": False})
+    assert torch.equal(out.sequences, decode(target, prompts(3), max_new_tokens=20).sequences)
+    assert spy.seen[0].draft.topology == Topology.from_parents([-1, 0, 0, 0, 3, 4]) and out.report.nodes == 6
 
 
 def weight_of(rows: Tensor, path: tuple[int, ...], children: int) -> float:
