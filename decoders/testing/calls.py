@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..enabling import forget
 from ..strategy import Strategy
+from . import memory
 from .conditions import Conditions, run, run_alike
 from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
@@ -23,7 +24,8 @@ _seeds = itertools.count(10_000)
 def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """A repeated call drafts the same tokens in the same steps, whatever was decoded in between.
 
-    The drafts of a `timed` strategy may differ. The texts are new in this process, so no strategy remembers them from earlier checks.
+    It changes no value in the strategy's classes and modules. The drafts of a `timed` strategy may differ. The texts are new in this
+    process, so no strategy remembers them from earlier checks.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -37,16 +39,22 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
     with conditions.enabled(name) as model:
         first, drafted = call(model, inputs)
         call(model, others)
+        before = memory.of_code(strategy)
         again, drafted_again = call(model, inputs)
+        changed = memory.difference(before, memory.of_code(strategy))
         assert_same_tokens(model, inputs, first.sequences, again.sequences, "the second of two equal calls")
     for number, (old, new) in enumerate(zip(drafted, drafted_again, strict=False) if not strategy.timed else ()):
         assert _drafts(old) == _drafts(new), (
             f"the first of two equal calls drafts {_drafts(old)} in step {number + 1}, the second {_drafts(new)}: state leaks "
-            "from call to call: keep it in the state that start returns"
+            f"from call to call{f' ({changed})' if changed else ''}"
         )
     same = again.report.steps == first.report.steps and again.report.accepted == first.report.accepted
     assert same or strategy.timed, (
         f"the first of two equal calls took {first.report.steps} steps, the second {again.report.steps}: state leaks from call to call"
+    )
+    assert changed is None, (
+        f"a second call changed values that outlive calls: {changed}; state leaks from call to call: keep it in "
+        "the state that start returns"
     )
 
 

@@ -1,11 +1,12 @@
-"""Finds changes that a strategy must not make: to its instance and settings, and to the state of the process."""
+"""Finds changes that a strategy must not make: to its instance, settings, classes and globals, and to the state of the process."""
 
 from __future__ import annotations
 
 import itertools
-import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..engine.model.torch_compat import float32_precision
 from ..settings import Settings
 from ..strategy import Strategy
 
-#: At most MOST_VALUES values are compared. For tensors above MOST_BYTES, only the identity is compared.
+#: At most MOST_VALUES values are compared under one name. For tensors above MOST_BYTES, only shape, dtype and identity are compared.
 MOST_VALUES, MOST_BYTES = 20_000, 1 << 20
 
 Contents = dict[str, Any]
@@ -25,8 +26,18 @@ Contents = dict[str, Any]
 
 def of_instance(strategy: Strategy) -> Contents:
     """The values in a strategy's attributes and settings, by path."""
-    modules = {type(part).__module__ for part in (strategy, *parts_of(strategy))}
-    return dict(itertools.islice(_values(strategy, "", modules, set()), MOST_VALUES))
+    return _contents({"": strategy}, {owner.__module__ for owner in map(type, _strategies(strategy, set()))})
+
+
+def of_code(strategy: Strategy) -> Contents:
+    """The values in the attributes of a strategy's classes, and in the globals, defaults and closures of their functions."""
+    reached: dict[str, Any] = {}
+    modules: set[str] = set()
+    for owner in _strategies(strategy, set()):
+        for cls in type(owner).__mro__[: type(owner).__mro__.index(Strategy)]:
+            modules.add(cls.__module__)
+            reached |= dict(_reached(cls))
+    return _contents(reached, modules)
 
 
 def difference(before: Contents, after: Contents) -> str | None:
@@ -51,37 +62,103 @@ def parts_of(strategy: Strategy) -> tuple[Strategy, ...]:
     return tuple(p for p in parts if isinstance(p, Strategy)) if isinstance(parts, tuple | list) else ()
 
 
+def _strategies(strategy: Strategy, seen: set[int]) -> Iterator[Strategy]:
+    if id(strategy) not in seen:
+        seen.add(id(strategy))
+        yield strategy
+        for part in parts_of(strategy):
+            yield from _strategies(part, seen)
+
+
+def _reached(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yields names and values of a class's attributes, and of the globals, defaults and closures that its methods use."""
+    package = cls.__module__.partition(".")[0]
+    done: set[int] = set()
+    pending: list[tuple[str, Any]] = [
+        (f"{cls.__name__}.{k}", v) for k, v in vars(cls).items() if not k.startswith("__")
+    ]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        if isinstance(value, property):
+            value = value.fget
+        if not isinstance(value, types.FunctionType):
+            yield name, value
+            continue
+        # Functions in other modules of `decoders` itself are left out: their state belongs to the engine.
+        own = value.__module__ == cls.__module__ or (package != "decoders" and _package(value) == package)
+        if id(value) in done or not own:
+            continue
+        done.add(id(value))
+        yield f"{name} (its defaults)", [value.__defaults__, value.__kwdefaults__, value.__dict__]
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                pending.append((f"{name} ({variable})", cell.cell_contents))
+            except ValueError:  # the closure's cell is not filled yet
+                continue
+        where = value.__globals__.get("__name__", "")
+        pending += [(f"{where}.{n}", value.__globals__[n]) for n in _names(value.__code__) if n in value.__globals__]
+
+
+def _package(function: types.FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _contents(named: Mapping[str, Any], modules: set[str]) -> Contents:
+    contents: Contents = {}
+    for name, value in named.items():
+        contents |= itertools.islice(_values(value, name, modules, set()), MOST_VALUES)
+    return contents
+
+
 def _values(value: Any, path: str, modules: set[str], above: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yields the contents of `value` with their paths. Objects of classes outside `modules` are compared as a whole."""
+    """Yields the contents of `value` with their paths. Objects of classes outside `modules` are compared by identity only."""
     if id(value) in above:
         return
     above = above | {id(value)}
-    if isinstance(value, Mapping):
+    if isinstance(value, Tensor | np.ndarray):
+        yield path, _array(value)
+    elif isinstance(value, torch.Generator):
+        yield path, ("generator", value.get_state().cpu().numpy().tobytes())
+    elif isinstance(value, random.Random):
+        yield path, ("random", value.getstate())
+    elif isinstance(value, itertools.count):
+        yield path, repr(value)
+    elif isinstance(value, Mapping) and not isinstance(value, types.MappingProxyType):
         yield path, ("entries", len(value))
         for key, item in list(value.items()):
             yield from _values(item, f"{path}[{key!r}]", modules, above)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         yield path, ("entries", len(value))
         for index, item in enumerate(list(value)):
             yield from _values(item, f"{path}[{index}]", modules, above)
-    elif isinstance(value, _SHOWN):
+    elif isinstance(value, Set | bytearray):
+        yield path, frozenset(map(repr, value)) if isinstance(value, Set) else bytes(value)
+    elif isinstance(value, int | float | complex | str | bytes | bool | type(None)):
         yield path, value if value == value else repr(value)
-    elif isinstance(value, Strategy | Settings) or (type(value).__module__ in modules and hasattr(value, "__dict__")):
+    elif isinstance(value, Strategy | Settings | types.SimpleNamespace) or _of(value, modules):
         for name, item in list(vars(value).items()):
             yield from _values(item, f"{path}.{name}".lstrip("."), modules, above)
     else:
-        yield path, _whole(value)
+        yield path, ("object", id(value))
 
 
-def _whole(value: Any) -> Any:
-    """The pickled `value`, or its identity if it is large or cannot be pickled."""
-    large = isinstance(value, Tensor) and value.numel() * value.element_size() > MOST_BYTES
-    if large or isinstance(value, type | torch.nn.Module):
-        return id(value)
-    try:
-        return pickle.dumps(value)
-    except Exception:  # objects raise many kinds of errors
-        return id(value)
+def _of(value: Any, modules: set[str]) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__module__ in modules
+
+
+def _array(value: Tensor | np.ndarray) -> tuple:
+    tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
+    if not isinstance(tensor, Tensor) or tensor.numel() * tensor.element_size() > MOST_BYTES:
+        return tuple(value.shape), str(value.dtype), id(value)
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return tuple(value.shape), str(value.dtype), data.numpy().tobytes()
 
 
 def _cuda_states() -> list[Tensor]:

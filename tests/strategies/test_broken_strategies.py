@@ -104,6 +104,16 @@ class RemembersInADefault(RemembersInItsClass):
         return texts
 
 
+COUNT = [0]
+
+
+class CountsInItsClass(Good):
+    calls = 0
+
+    def start(self, context):
+        type(self).calls += 1
+
+
 class LearnsForEver(Good):
     """Keeps the successor of each token in a tensor of its module."""
 
@@ -117,6 +127,17 @@ class LearnsForEver(Good):
 
 
 SUCCESSORS = torch.full((128,), 3)
+
+
+class CountsInItsModule(Good):
+    """Draft tokens well in the first calls of the process only: no second call differs from the first one."""
+
+    def start(self, context):
+        COUNT[0] += 1
+
+    def propose(self, state, sequences):
+        draft = super().propose(state, sequences)
+        return draft if COUNT[0] < 3 else Draft.chain(draft.tokens)
 
 
 class OneGenerator(Good):
@@ -136,6 +157,8 @@ class OneGenerator(Good):
         (RemembersInItsClass, "check_calls_share_no_state", "state leaks from call to call"),
         (RemembersInItsModule, "check_calls_share_no_state", "state leaks from call to call"),
         (RemembersInADefault, "check_calls_share_no_state", "state leaks from call to call"),
+        (CountsInItsModule, "check_calls_share_no_state", r"COUNT\[0\] was \d+ and is \d+; state leaks"),
+        (CountsInItsClass, "check_calls_share_no_state", r"CountsInItsClass.calls was \d+ and is \d+; state leaks"),
         (LearnsForEver, "check_calls_share_no_state", "state leaks from call to call"),
         (OneGenerator, "check_calls_share_no_state", "state leaks from call to call"),
     ],
@@ -149,9 +172,10 @@ def test_what_outlives_a_call(broken, check, reason):
 
 
 @pytest.mark.slow
-def test_what_outlives_a_call_is_found_after_other_checks():
+@pytest.mark.parametrize("broken", [RemembersInItsModule, CountsInItsModule])
+def test_what_outlives_a_call_is_found_after_other_checks(broken):
     """All checks before it have run, and warmed what can be warmed."""
-    assert_caught(RemembersInItsModule, "check_calls_share_no_state", "state leaks")
+    assert_caught(broken, "check_calls_share_no_state", "state leaks")
 
 
 @pytest.mark.slow
