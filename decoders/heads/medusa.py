@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -52,6 +52,14 @@ class HeadsConfig(FileConfig):
     projection: Projection = "full"
     rank: Annotated[Whole, Field(ge=0)] = 0
     tree: tuple[tuple[Whole, ...], ...] | None = None
+
+    @field_validator("tree", mode="wrap")
+    @classmethod
+    def _is_tree(cls, value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError("the tree must be a list of paths of ranks, [[0], [0, 1]]") from error
 
     @model_validator(mode="after")
     def _rank_fits(self) -> Self:

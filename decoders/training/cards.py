@@ -34,7 +34,7 @@ tags: [{tag}, speculative-decoding]
 ---
 # {title}
 
-{about} It has {figures["parameters"]:,} parameters. It changes the speed of decoding, not its output.
+{about} The network has {figures["parameters"]:,} parameters. It changes the speed of decoding, not its output.
 
 ## Training
 {_trained(training, run, figures)}

@@ -100,6 +100,12 @@ class HeadsTraining(Recipe):
     decay: Decay = 0.8
     checks: Checks = 2
 
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.length < self.heads + 2:
+            raise SettingsError(
+                f"medusa: for {amount(self.heads, 'head')}, length must be at least {self.heads + 2} tokens, not {self.length}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTraining(Recipe):

@@ -179,6 +179,8 @@ def test_text_to_judge_by_can_be_given(tmp_path, model, tokenizer, texts, monkey
 
 
 def test_senseless_settings_are_refused_before_the_work(tmp_path, model, tokenizer, texts):
+    with pytest.raises(SettingsError, match="for 4 heads, length must be at least 6 tokens, not 5"):
+        HeadsTraining(heads=4, length=5)
     with pytest.raises(SettingsError, match="'tied', 'low_rank' or 'full'"):
         train(model, tokenizer, texts, tmp_path / "a", HeadsTraining(**{**vars(SMALL), "projection": "none"}))
     assert not (tmp_path / "a").exists()
