@@ -98,7 +98,7 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
         ("medusa", dict(heads=None), "is no config of Medusa heads: it has no heads"),
         ("medusa", dict(projection="half"), "projection: Input should be 'tied', 'low_rank' or 'full' (got 'half')"),
         ("medusa", dict(rank=3), "projection low_rank needs a rank"),
-        ("medusa", dict(tree=[[0.5]]), "tree.0.0: Input should be a valid integer, got a number with a fractional part (got 0.5)"),
+        ("medusa", dict(tree=[[0.5]]), "tree: the tree must be a list of paths of ranks, [[0], [0, 1]] (got [[0.5]])"),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_is_named(
