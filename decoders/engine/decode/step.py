@@ -101,17 +101,18 @@ class TimedSteps(Clock):
 
     def masked(self) -> None:
         self.timings.mask += self._stopwatch.next()
-        self._passes, self._replays = self.batch.forward_pass.compiled_passes, self.batch.session.replays
+        self._counts = self.batch.forward_pass.compiled_passes, self.batch.session.replays
 
     def read(self, draft: Draft, block: NodeBlock, outcome: Outcome | None) -> None:
         assert outcome is not None
         batch, report = self.batch, self.batch.report
         core, nodes = self._stopwatch.next(), block.draft_tokens.shape[1] + 1 + block.text.length
         prompt, read = batch.prompt_left and not report.steps, 0 if block.piece is None else block.piece.tokens.shape[1]
+        self._spent = self._seconds()
         self._outcome, self._nodes, self._drafted = outcome, nodes, draft.tokens.shape[1] > 0
         self._context = max(batch.lengths)  # before the step's tokens are delivered
-        self._compiled = batch.forward_pass.compiled_passes > self._passes
-        self._replayed = batch.session.replays > self._replays
+        self._compiled = batch.forward_pass.compiled_passes > self._counts[0]
+        self._replayed = batch.session.replays > self._counts[1]
         self._reads_prompt = bool(prompt or read)
         self._core, self.piece = core, core * read / (read + nodes * batch.width)
         report.compiled_steps += self._compiled
@@ -123,12 +124,6 @@ class TimedSteps(Clock):
             self.timings.core += core - self.piece
         if not report.steps:
             report.time_to_first_token = self.timings.call
-        if self._threads is not None:
-            wall, computing = self._seconds()
-            self._threads.judge(wall, computing)
-            report.waiting += (waiting_share(wall, computing) - report.waiting) / (report.steps + 1)
-            for member, _ in batch.members:
-                member.report.waiting, member.report.threads = report.waiting, self._threads.count
 
     def stopped(self) -> None:
         self.timings.host += self._stopwatch.next()
@@ -157,6 +152,12 @@ class TimedSteps(Clock):
         return time.perf_counter() - began - (self.timings.compile - compiled), time.thread_time() - computed
 
     def _learn(self) -> None:
+        if self._threads is not None:
+            self._threads.judge(*self._spent)
+            report = self.batch.report
+            report.waiting += (waiting_share(*self._spent) - report.waiting) / report.steps
+            for member, _ in self.batch.members:
+                member.report.waiting, member.report.threads = report.waiting, self._threads.count
         if self._replayed:
             self.proposer.book_replay(self._drafting + self._core)
         if not self._reads_prompt:
