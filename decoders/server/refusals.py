@@ -12,10 +12,9 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.responses import JSONResponse
 
 from ..errors import (
     CacheMemoryError,
@@ -29,6 +28,9 @@ from ..errors import (
     shortened,
 )
 from .bodies import SHAPES, Asked
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 log = logging.getLogger("decoders.server")
 
@@ -64,6 +66,8 @@ class Refusal(Exception):
     @property
     def response(self) -> JSONResponse:
         """The HTTP response."""
+        from starlette.responses import JSONResponse
+
         return JSONResponse(self.body, self.status, headers=self.headers)
 
     def renamed(self, names: Mapping[str, str]) -> Refusal:
