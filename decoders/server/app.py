@@ -63,9 +63,8 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        content = generate_latest(
-            service.metrics.registry
-        )  # a few hundred lines, which is short enough for the event loop
+        # A few hundred lines, which is short enough for the event loop.
+        content = generate_latest(service.metrics.registry)
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.api_route("/v1/models", methods=_READ)

@@ -79,6 +79,13 @@ class Recipe:
     ] = 4
     seed: Annotated[int, Option(**SEEDS, help="Random seed of the initial weights and of the data order.")] = 0
 
+    def check_room(self, strategy: str, drafted: int, cause: str) -> None:
+        """Raises SettingsError unless a row of text has room for drafts of `drafted` tokens. cause: the setting with this number."""
+        if drafted < 1 or self.length < drafted + 2:
+            raise SettingsError(
+                f"{strategy}: for {cause}, length must be at least {drafted + 2} tokens, not {self.length}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsTraining(Recipe):
@@ -101,10 +108,7 @@ class HeadsTraining(Recipe):
     checks: Checks = 2
 
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.length < self.heads + 2:
-            raise SettingsError(
-                f"medusa: for {amount(self.heads, 'head')}, length must be at least {self.heads + 2} tokens, not {self.length}"
-            )
+        self.check_room("medusa", self.heads, amount(self.heads, "head"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +136,7 @@ class HeadTraining(Recipe):
     decay: Decay = 0.8
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.length < self.depth + 2:
-            raise SettingsError(
-                f"eagle3: for depth={self.depth}, length must be at least {self.depth + 2} tokens, not {self.length}"
-            )
+        self.check_room("eagle3", self.depth, f"depth={self.depth}")
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         """The indices (from 0) of the layers that the head reads in a target with `count` layers.
