@@ -12,6 +12,7 @@ import decoders
 from decoders.engine.decode import losses
 from decoders.engine.decode.step import TimedSteps
 from decoders.engine.model.kernels import cpu
+from decoders.engine.model.threads import Threads
 from decoders.report import Report
 from decoders.report.surroundings import waiting_share
 from decoders.testing import decode, prompts, tiny_model
@@ -39,6 +40,16 @@ def test_steps_that_wait_are_said_once_and_in_the_report(computing: float, busy:
         assert report.waiting == pytest.approx(1 - computing)
         assert report.busy == report.as_dict()["busy"] == busy
         assert ("steps waited 70% of their time" in str(report)) == busy
+
+
+def test_every_step_is_judged_for_the_number_of_threads(monkeypatch: Any) -> None:
+    judged: list[tuple[float, float]] = []
+    monkeypatch.setattr(TimedSteps, "_seconds", lambda self: (1.0, 0.9))
+    monkeypatch.setattr(Threads, "judge", lambda self, wall, computing: judged.append((wall, computing)))
+    model = decoders.enable(tiny_model("llama"), compile=False)
+    options = dict(strategy="autoregressive", max_new_tokens=8, min_new_tokens=8, return_dict_in_generate=True)
+    report = model.generate(torch.arange(5, 21)[None], **options).report
+    assert judged == [(1.0, 0.9)] * report.steps
 
 
 def test_requests_that_share_steps_report_their_threads() -> None:
