@@ -87,7 +87,7 @@ class Context:
             afterwards (as Gemma-2 does) is not included.
         head: the target's output head: ``head(hidden)``, ``[B, N, H]`` (as :attr:`Step.hidden`) to logits ``[B, N, V]`` float32. A
             soft cap or factor that the model applies afterwards is included.
-        module: prepares a drafting network that is no language model. ``module(module, ahead=K, example=(…))`` returns
+        module: prepares a drafting network that is not a language model. ``module(module, ahead=K, example=(…))`` returns
             :class:`~decoders.drafters.ModulePasses`; see :class:`~decoders.drafters.OpensModule`.
         new_tokens: greatest number of tokens that a row may write; None if requests join and leave. Otherwise all rows begin
             together, and the call ends with its slowest row.

@@ -147,7 +147,7 @@ class OtherVocabulary:
 
 
 class ModulePasses(ABC):
-    """Runs the forward passes of a drafting network (a module that is no language model) during a call, with its own slot cache.
+    """Runs the forward passes of a drafting network (a module that is not a language model) during a call, with its own slot cache.
 
     The committed token at position ``p`` of a row is in slot ``p``. Node ``i`` of a block is in slot ``base + i``. Slots that a pass
     writes after a row's end are overwritten before they are read. All results stay on the device.
@@ -281,7 +281,7 @@ class OpensDraft(Protocol):
 
 
 class OpensModule(Protocol):
-    """:attr:`Context.module`: prepares a drafting network, a module that is no language model, for a call."""
+    """:attr:`Context.module`: prepares a drafting network, a module that is not a language model, for a call."""
 
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True

@@ -65,8 +65,8 @@ def enable(
             the file. Calls and generation configs override them.
 
     Raises:
-        UnsupportedError: `model` is no transformers model that can generate.
-        SettingsError: `tokenizer` is no tokenizer of transformers or has another vocabulary, or a default is invalid.
+        UnsupportedError: `model` is not a transformers model that can generate.
+        SettingsError: `tokenizer` is not a tokenizer of transformers or has another vocabulary, or a default is invalid.
         UnknownNameError, PluginError: a default names a strategy or verifier that is unknown or cannot be used.
     """
     base = base_of(model)

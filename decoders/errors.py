@@ -69,7 +69,7 @@ class DraftError(DecodersError, ValueError):
 
 
 class VerifierError(DecodersError, ValueError):
-    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`, because its result is no distribution."""
+    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`, because its result is not a distribution."""
 
 
 class TrainingError(DecodersError):

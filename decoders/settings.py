@@ -256,7 +256,7 @@ def _explained(
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names of ``DECODERS_…`` variables that are no settings: the file's path, lists of plugins, the server's API key, the CPU's kernels.
+#: Names of ``DECODERS_…`` variables that are not settings: the file's path, lists of plugins, the server's API key, the CPU's kernels.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)

@@ -95,7 +95,7 @@ def _together(records: list[Record], every: Mapping[str, list[Measurement]]) -> 
 
 
 def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
-    """A verdict for each group with a usable method: ours, exact, not synthetic, no grammar, right tokens. near: see :data:`NEAR`."""
+    """A verdict for each group with an exact strategy that wrote the right tokens, without a grammar. near: see :data:`NEAR`."""
     result = []
     for group, methods in pooled(records).items():
         usable = [

@@ -24,7 +24,7 @@ def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def waiting(console: Console, text: str) -> Status:
-    """A spinner beside `text`. If `console` writes to stderr and stderr is no terminal, texts are printed as lines instead."""
+    """A spinner beside `text`. If `console` writes to stderr and stderr is not a terminal, texts are printed as lines instead."""
     from rich.status import Status
     from rich.text import Text
 

@@ -204,7 +204,7 @@ def load_other_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _where_to_look(kind: str, name: str) -> dict[str, bool]:
-    """Arguments of ``from_pretrained``. If `name` is no path and the Hub cannot be reached, only the Hub's cache is searched."""
+    """Arguments of ``from_pretrained``. If `name` is not a path and the Hub cannot be reached, only the Hub's cache is searched."""
     _check_name(kind, name)
     return {} if Path(name).exists() or _hub_answers() else {"local_files_only": True}
 
@@ -249,7 +249,8 @@ def _hub() -> str:
 def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bool]) -> ModelLoadError:
     if options:
         return ModelLoadError(
-            f"{kind} {name!r} cannot be loaded: it is no folder here, {_hub()} cannot be reached, and the hub's cache does not have it"
+            f"{kind} {name!r} cannot be loaded: it is not a folder here, {_hub()} cannot be reached, and the hub's "
+            "cache does not have it"
         )
     folder = Path(name)
     if (folder / _CONFIGS[0]).is_file() and not any(
@@ -337,7 +338,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt: the argument `prompt`, or the text of `prompt_file`. Or standard input, if both are None or `prompt` is "-".
 
     Raises:
-        SettingsError: two prompts were given, or the prompt cannot be read, is empty or is no text.
+        SettingsError: two prompts were given, or the prompt cannot be read, is empty or is not text.
     """
     if prompt is not None and prompt_file is not None:
         raise SettingsError("give the prompt or --prompt-file, not both")

@@ -24,7 +24,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
     try:

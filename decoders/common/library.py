@@ -123,7 +123,7 @@ def check_file(name: str) -> None:
 def file_content(file: Path) -> str:
     """The text of `file`, without a byte order mark. Raises GrammarError if it cannot be read."""
     if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
-        raise GrammarError(f"{file} cannot be read: it is no regular file", "path")
+        raise GrammarError(f"{file} cannot be read: it is not a regular file", "path")
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

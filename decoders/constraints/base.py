@@ -258,9 +258,9 @@ class Backend(ABC):
         """The grammar that :meth:`CompiledGrammar.dump` serialized as `content`, for the same language, vocabulary and policy.
 
         Raises:
-            GrammarError: `content` is no dump of a grammar for these arguments.
+            GrammarError: `content` is not a dump of a grammar for these arguments.
         """
-        raise GrammarError(f"backend {self.name!r} keeps nothing on disk")
+        raise GrammarError(f"backend {self.name!r} does not save grammars, so it cannot restore one")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

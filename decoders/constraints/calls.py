@@ -161,7 +161,7 @@ class CallSpec(Spec):
         lark = self._lark(inner, text) if apart else None
         if pattern is None and lark is None:
             raise GrammarError(
-                f"tools: texts of response_format may begin as calls do ({trigger}), and together they are not regular: say "
+                f"tools: a text of response_format may begin like a call ({trigger}), and together they are not regular: say "
                 'tool_choice="none" or "required", or leave response_format out'
             )
         whole = self._whole(inner, text)
@@ -213,7 +213,7 @@ class CallSpec(Spec):
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
         """The function that validates finished answers; None if there is nothing to validate.
 
-        It validates arguments if their language is wider than their schema, and answers without calls in the same way.
+        It validates the arguments of calls, and answers without calls, if the grammar accepts more than their schema.
         """
         pairs = zip(self.functions, inner, strict=True)
         judges = {

@@ -41,7 +41,7 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
 
     Raises:
         UnknownNameError: the value is a string, but not the name of a grammar that ``decoders grammars`` lists.
-        GrammarError: the value is no grammar; the error lists what can be given.
+        GrammarError: the value is not a grammar; the error lists what can be given.
     """
     if value is None or isinstance(value, (Spec, CompiledGrammar)):
         return value
@@ -52,7 +52,7 @@ def as_spec(value: Any) -> Spec | CompiledGrammar | None:
     if isinstance(value, Mapping):
         return json_schema(dict(value))
     if isinstance(value, (bool, int, float, bytes, list, tuple)):
-        raise GrammarError(f"grammar={shortened(repr(value))} is no grammar. What can be given: {_ALLOWED}")
+        raise GrammarError(f"grammar={shortened(repr(value))} is not a grammar. What can be given: {_ALLOWED}")
     return _of_type(value)
 
 
@@ -170,7 +170,7 @@ def _term(value: Any) -> Term:
 
     is_a_type = isinstance(value, type) or typing.get_origin(value) is not None
     if not (is_a_type or inspect.isroutine(value) or isinstance(value, Term) or is_genson_schema_builder(value)):
-        raise TypeError(f"{type(value).__name__} is not understood")  # outlines would take any callable
+        raise TypeError(f"outlines has no term for a {type(value).__name__}")  # outlines would take any callable
     return python_types_to_terms(value)
 
 
@@ -194,7 +194,7 @@ def _of_term(term: Term) -> Spec:
 def _of_schema(term: Any) -> Spec:
     if term.whitespace_pattern is not None:
         raise GrammarError(
-            "a whitespace_pattern of outlines is not read: use decoders.json_schema(schema, whitespace=…)",
+            "whitespace_pattern of outlines is not supported: use decoders.json_schema(schema, whitespace=…)",
             "whitespace_pattern",
         )
     # Closed, as in outlines, where schemas come from types and functions.
@@ -207,13 +207,13 @@ def _as_patterns(term: Any) -> Any:
 
     if isinstance(term, dsl.CFG):
         raise GrammarError(
-            "a CFG inside of another term is no regular expression: write all of it as decoders.grammar", "CFG"
+            "a CFG within another term is not a regular expression: write the whole term as decoders.grammar", "CFG"
         )
     if isinstance(term, dsl.JsonSchema):
         language = _of_schema(term).language()
         if language.regex is None:
             raise GrammarError(
-                "a JsonSchema inside of another term needs to be regular, and this one is not: write all of it as decoders.grammar",
+                "a JsonSchema within another term must be regular, and this schema is not: write the whole term as decoders.grammar",
                 "JsonSchema",
             )
         return dsl.Regex(language.regex)

@@ -194,11 +194,11 @@ def restored(
     try:
         head = json.loads(line)
         if not isinstance(head, dict) or head.get("kind") != _KIND:
-            raise ValueError("it is no compiled grammar")
+            raise ValueError("the file is not a compiled grammar")
         if head.get("version") != VERSION:
             return None
         if head.get("key") != path.stem:
-            raise ValueError("it was made for something else")
+            raise ValueError("the file is for another grammar, vocabulary or policy")
         if head.get("sha256") != hashlib.sha256(content).hexdigest():
             raise ValueError("it is damaged")
         return backend.restore(content, language, vocabulary, policy)

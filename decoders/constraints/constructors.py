@@ -47,10 +47,10 @@ def regex(pattern: str | re.Pattern[str], *, backend: str | None = None, policy:
             instead = (
                 "; ".join(why for flag, why in _INSTEAD.items() if flag in flags) or "write the pattern without them"
             )
-            raise GrammarError(f"regex {pattern.pattern!r}: flags ({flags}) are not read: {instead}", "flags")
+            raise GrammarError(f"regex {pattern.pattern!r}: flags ({flags}) are not supported: {instead}", "flags")
         pattern = pattern.pattern
     if not isinstance(pattern, str):
-        raise GrammarError(f"regex: the pattern is text, not {type(pattern).__name__}", "regex")
+        raise GrammarError(f"regex: the pattern must be a string, not {type(pattern).__name__}", "regex")
     return Regex(pattern, backend=backend, policy=policy)
 
 
@@ -67,13 +67,13 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
         GrammarError: the file cannot be read, or there is no rule ``start``.
     """
     if not isinstance(text, (str, Path)):
-        raise GrammarError(f"grammar: text or a path is needed, not {type(text).__name__}", "grammar")
+        raise GrammarError(f"grammar: the grammar must be a string or a path, not {type(text).__name__}", "grammar")
     file = text if isinstance(text, Path) else library.file_named(text)
     if file is None:
         return Lark(str(text), backend=backend, policy=policy)
     if file.suffix == ".gbnf":
         raise GrammarError(
-            f"{file.name}: GBNF is not read. llguidance.gbnf_to_lark turns it into Lark; check the result, since terminals "
+            f"{file.name}: GBNF is not supported. llguidance.gbnf_to_lark turns it into Lark; check the result, since terminals "
             "of Lark take as much text as they can and those of GBNF do not",
             "gbnf",
         )
@@ -95,7 +95,7 @@ def choice(
         GrammarError: there are no options, too many, or an option of another type.
     """
     if isinstance(options, (str, bytes)) or not isinstance(options, Iterable):
-        raise GrammarError(f"choice: a list of texts is needed, not {shortened(repr(options))}", "choice")
+        raise GrammarError(f"choice: the options must be a list of texts, not {shortened(repr(options))}", "choice")
     texts = dict.fromkeys(_text_of(option, place) for place, option in enumerate(options))
     return Choice(tuple(texts), backend=backend, policy=policy)
 
@@ -120,7 +120,7 @@ def json_schema(
         backend, policy: as in :func:`regex`.
 
     Raises:
-        GrammarError: `schema` is no schema. Also at compilation, if the grammar cannot express a keyword; the error names the
+        GrammarError: `schema` is not a schema. Also at compilation, if the grammar cannot express a keyword; the error names the
             keyword, its path and what would work.
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
@@ -132,7 +132,7 @@ def json_schema(
     elif not isinstance(schema, bool) and (file is not None or isinstance(schema, _NO_SCHEMA)):
         where = f"{file}: " if file else ""
         raise GrammarError(
-            f"json_schema: {where}{shortened(repr(schema))} is no schema: give a dict, its text or its file, or a type",
+            f"json_schema: {where}{shortened(repr(schema))} is not a schema: give a dict, its text or its file, or a type",
             "schema",
         )
     options: dict[str, Any] = dict(

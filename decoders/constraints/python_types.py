@@ -39,7 +39,7 @@ def has_fields(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[str] | None:
-    """The values of a Literal or an Enum as texts. None for other types, or if a value is no str, bool, int, float or None."""
+    """The values of a Literal or an Enum as texts. None for other types, or if a value is not a str, bool, int, float or None."""
     if typing.get_origin(value) is typing.Literal:
         values = list(typing.get_args(value))
     elif isinstance(value, EnumMeta):

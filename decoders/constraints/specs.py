@@ -116,9 +116,11 @@ class Lark(Spec):
         super().__post_init__()
         if not re.search(r"^[^\S\n]*[?!]?start\b[^:\n]*:(?!:)", self.text, re.MULTILINE):
             hint = " This looks like GBNF or BNF: write `name: …` for `name ::= …`." if "::=" in self.text else ""
-            raise GrammarError(f"{self.name} has no rule `start: …`, where texts begin.{hint}", "start")
+            raise GrammarError(f"{self.name} has no rule `start: …`, with which every text begins.{hint}", "start")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
-            raise GrammarError(f"half of a surrogate pair in {self.name!a}: it stands for no character", "surrogate")
+            raise GrammarError(
+                f"{self.name!a} contains half of a surrogate pair, which is not a character: remove it", "surrogate"
+            )
 
     @property
     def name(self) -> str:
@@ -157,7 +159,11 @@ class Choice(Spec):
             )
         for place, text in enumerate(self.texts):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise GrammarError(f"choice: half of a surrogate pair in {text!r}", "choice", f"$[{place}]")
+                raise GrammarError(
+                    f"choice: {text!r} contains half of a surrogate pair, which is not a character: remove it",
+                    "choice",
+                    f"$[{place}]",
+                )
 
     @cached_property
     def whole(self) -> str:
@@ -277,7 +283,7 @@ class JsonSchema(Spec):
     def _grammar(self) -> tuple[dict[str, Expr], list[tuple[str, str]], list[str]]:
         """The rules, the (path, keyword) of each keyword that was left out, and warnings."""
         if self.whitespace not in WHITESPACE:
-            raise GrammarError(f"no white space {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
+            raise GrammarError(f"unknown whitespace {self.whitespace!r}. {suggest(self.whitespace, WHITESPACE)}")
         if self.indent is not None and (type(self.indent) is not int or not 0 <= self.indent <= MOST_INDENT):
             raise GrammarError(
                 f"indent={self.indent!r}: give a number of blanks from 0 to {MOST_INDENT}, or leave it out", "indent"
@@ -294,7 +300,7 @@ class JsonSchema(Spec):
                     rules = writer.write(root)
                 break
             except RecursionError as problem:
-                raise GrammarError("schemas within schemas go too deep; fewer levels work", path="$") from problem
+                raise GrammarError("the schema is nested too deeply: take fewer levels", path="$") from problem
             except GrammarError as problem:
                 steps += normaliser.steps
                 needed = problem.keyword in (None, *_NEEDED)  # None: the schema is invalid, or too large as a whole
@@ -303,7 +309,11 @@ class JsonSchema(Spec):
                     raise
                 dropped.append(cause)
         if not rules:
-            raise GrammarError("no value that can be written is valid under this schema", path="$")
+            raise GrammarError(
+                "no value is valid under this schema, or the grammar cannot write the valid values: check what "
+                "allOf, enum and bounds exclude",
+                path="$",
+            )
         return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(normaliser.places))]
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:

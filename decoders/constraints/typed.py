@@ -1,4 +1,4 @@
-"""Python types with conditions that JSON Schema cannot express, such as validators, keys that are no strings, digits of decimals."""
+"""Python types with conditions that JSON Schema cannot express, such as validators, keys that are not strings, digits of decimals."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class OfType(JsonSchema):
 
 
 def _judge(whole: Callable[[str], None] | None, kind: Any, text: str) -> None:
-    """Raises GrammarError if `text` is invalid under the schema (`whole` raises), or is no value of the type `kind`."""
+    """Raises GrammarError if `text` is invalid under the schema (`whole` raises), or is not a value of the type `kind`."""
     if whole is not None:
         whole(text)
     try:
@@ -108,7 +108,7 @@ def _judge(whole: Callable[[str], None] | None, kind: Any, text: str) -> None:
         why = f"{path}: {first['msg']}"
     except Exception as error:  # a validator may raise anything
         why, path = f"{type(error).__name__}: {error}", "$"
-    raise GrammarError(f"the text is no {_called(kind)}: {why}", path=path)
+    raise GrammarError(f"the text is not a valid {_called(kind)}: {why}", path=path)
 
 
 def asks_more(kind: Any) -> bool:

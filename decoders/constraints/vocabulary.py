@@ -299,7 +299,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
     """The steps by which `decoder` turns a token's name into text: pairs (text, replacement), or None for reading ``<0x0A>`` as a byte.
 
     Raises:
-        UnsupportedError: `decoder` has other steps.
+        UnsupportedError: a step of `decoder` is unknown.
     """
     if decoder is None:  # the rule of sentencepiece
         return [None, ("\u2581", " ")]
@@ -317,7 +317,7 @@ def _decoding(tokenizer: PreTrainedTokenizerBase, decoder: dict | None) -> list[
             case _:
                 raise UnsupportedError(
                     f"grammar= works on bytes, and the bytes of the tokens of {type(tokenizer).__name__} are unknown: its decoder "
-                    f"has a part that is not known, {shortened(json.dumps(part))}"
+                    f"has an unknown part, {shortened(json.dumps(part))}"
                 )
     return steps
 

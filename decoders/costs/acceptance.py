@@ -37,7 +37,7 @@ class AcceptanceRates:
 
     Args:
         common: the rates of all rows, used as the prior of one row's rates; None if this object holds the rates of all rows.
-        grade_rates: maps a drafter's bit to the rates that the drafter declares (:attr:`Strategy.grade_rates`). They are the prior of
+        grade_rates: the rates that each drafter declares (:attr:`Strategy.grade_rates`), by the drafter's bit. They are the prior of
             grades not seen yet, scaled by the ratio of observed to declared rates of the drafter's graded tokens.
     """
 

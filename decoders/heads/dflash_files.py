@@ -151,7 +151,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     if own.aux_hidden_state_layer_ids:  # `speculators` numbers the inputs of layers: 2 is the output of layer 1
         layers = [layer - 1 for layer in own.aux_hidden_state_layer_ids]
     if not layers:
-        raise SettingsError(f"{place} is no {kind}: it has no target_layer_ids")
+        raise SettingsError(f"{place} is not a {kind}: it has no target_layer_ids")
     if min(layers) < 0:
         raise UnsupportedError(
             f"{place}: the draft model reads the target's embeddings as a feature, which is not supported"
@@ -181,7 +181,7 @@ def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculato
 
 
 def _authors_choice(depth: int | None, count: int) -> list[int] | None:
-    """The authors' default for the layers that the draft model reads: evenly spaced indices. None without `depth` or `count`.
+    """The layers that the authors' draft models read by default: evenly spaced indices. None if `depth` or `count` is 0 or None.
 
     Args:
         depth: number of the target's layers.

@@ -60,17 +60,17 @@ class FileConfig(BaseModel):
             kind: what the file should contain, for messages: "config of an EAGLE-3 head".
 
         Raises:
-            SettingsError: `raw` is no object, lacks fields, or has a field of another type or out of range.
+            SettingsError: `raw` is not an object, lacks fields, or has a field of another type or out of range.
         """
         if not isinstance(raw, dict):
-            raise SettingsError(f"{place} is no {kind}: it holds {shortened(json.dumps(raw))} instead of an object")
+            raise SettingsError(f"{place} is not a {kind}: it holds {shortened(json.dumps(raw))} instead of an object")
         try:
             return cls.model_validate({name: value for name, value in raw.items() if value is not None})
         except ValidationError as error:
             problems = error.errors()
             wrong = [_explained(item) for item in problems if item["type"] != "missing"]
             missing = [_field(item) for item in problems if item["type"] == "missing"]
-            what = f": {'; '.join(wrong)}" if wrong else f" is no {kind}: it has no {', '.join(missing)}"
+            what = f": {'; '.join(wrong)}" if wrong else f" is not a {kind}: it has no {', '.join(missing)}"
             raise SettingsError(f"{place}{what}") from error
 
 
@@ -228,14 +228,14 @@ def read_json(path: Path, missing: str, owner: str) -> Any:
         owner: the strategy, for messages.
 
     Raises:
-        SettingsError: the file cannot be read, or is no JSON.
+        SettingsError: the file cannot be read, or is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{owner}: {missing}: {error.strerror}") from error
     except ValueError as error:
-        raise SettingsError(f"{owner}: {path} is no JSON: {error}") from error
+        raise SettingsError(f"{owner}: {path} is not JSON: {error}") from error
 
 
 def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
@@ -253,7 +253,9 @@ def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
     except Exception as error:  # readers raise errors of many kinds for damaged files
         raise SettingsError(f"{owner}: {path} cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise SettingsError(f"{owner}: {path} holds a {type(state).__name__}, which is no mapping of names to tensors")
+        raise SettingsError(
+            f"{owner}: {path} holds a {type(state).__name__}, which is not a mapping of names to tensors"
+        )
     return state
 
 

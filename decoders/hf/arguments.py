@@ -55,8 +55,8 @@ OWN = (
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_beams": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
     "num_beam_groups": (lambda v: (v or 1) > 1, "beam search is not a strategy here; drop strategy= to use transformers' own"),
-    "constraints": (_is_given, "constrained beam search; take grammar=, or drop strategy="),
-    "force_words_ids": (_is_given, "constrained beam search; take grammar=, or drop strategy="),
+    "constraints": (_is_given, "it selects constrained beam search; use grammar=, or drop strategy="),
+    "force_words_ids": (_is_given, "it selects constrained beam search; use grammar=, or drop strategy="),
     "penalty_alpha": (lambda v: (v or 0) > 0, "contrastive search re-ranks; drop strategy="),
     "dola_layers": (_is_given, "DoLa changes the logits by layer; drop strategy="),
     "use_cache": (lambda v: v is False, "strategies need the key-value cache; leave use_cache out"),
@@ -317,7 +317,7 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, ca
         cached: number of tokens in the caller's cache, which the mask may cover, too.
 
     Raises:
-        InputError: `input_ids` are no tensor, have another shape or dtype, or contain an id outside the vocabulary; or the mask is
+        InputError: `input_ids` are not a tensor, have another shape or dtype, or contain an id outside the vocabulary; or the mask is
             invalid.
         ContextLengthError: `input_ids` have no rows or no tokens.
     """
@@ -360,7 +360,7 @@ def _check_mask(mask: Any, input_ids: Tensor, cached: int) -> None:
     wrong = (mask != 0) & (mask != 1)  # True for NaN
     if wrong.any():
         row, place = wrong.nonzero()[0].tolist()
-        raise InputError(f"attention_mask holds {mask[row, place].item()} (row {row}, place {place}): it takes 0 and 1")
+        raise InputError(f"attention_mask must hold 0 and 1, not {mask[row, place].item()} (row {row}, place {place})")
 
 
 def _kind(value: Any) -> str:
@@ -405,7 +405,8 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
         raise ContextLengthError("a prompt is empty: give every row at least one token (the BOS token, say)")
     if longest > context:
         raise ContextLengthError(
-            f"a prompt has {longest} tokens, and the model's context is {context}: shorten the prompt, or take a model that reads more"
+            f"a prompt has {longest} tokens, and the model's context is {context}: shorten the prompt, or use a "
+            "model with a longer context"
         )
     if longest + max(new_tokens - 1, 0) > context:
         raise ContextLengthError(
@@ -420,5 +421,5 @@ def check_pad_token(model: PreTrainedModel, pad_token: int) -> None:
     if not 0 <= pad_token < vocabulary:
         raise InputError(
             f"pad_token_id {pad_token} is outside the model's vocabulary, 0 to {vocabulary - 1}, and rows that end before others "
-            "are padded with it: take a token of the model's, eos_token_id, say"
+            "are padded with it: choose one of the model's tokens, such as eos_token_id"
         )

@@ -170,14 +170,15 @@ class CallAssistants:
             return engine
         if model.device != target.device:
             raise UnsupportedError(
-                f"the draft model is on {model.device}, the target on {target.device}: move one, draft.to({str(target.device)!r})"
+                f"the draft model is on {model.device}, the target on {target.device}: move one of them: "
+                f"draft.to({str(target.device)!r})"
             )
         precision = Precision(draft_scheme(self.runtime), exact_products=engine.precision.exact_products)
         known = self.kept.engine(model, engine.attention, precision)
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
             raise UnsupportedError(
-                f"the draft model is shared by {known.target.ranks.size} processes and the target is not: load the draft without "
-                "tp_plan, or both with it"
+                f"the draft model is split between {known.target.ranks.size} processes and the target is not: load the draft model "
+                "without tp_plan, or both with it"
             )
         return known
 
@@ -247,8 +248,8 @@ def check_vocabulary(
     if most - least >= PADDING and not padded:
         raise UnsupportedError(
             f"the draft model has another vocabulary: {sizes[1]} ids against the target's {sizes[0]}, more than padding "
-            "explains. Use a draft of the same family, or pass tokenizer= and assistant_tokenizer=: they show that the tokens are the "
-            "same, or which of them both models have"
+            "explains. Use a draft model of the same family, or pass tokenizer= and assistant_tokenizer=, so that the tokens of both "
+            "models can be compared"
         )
 
 

@@ -76,7 +76,9 @@ def beginning_of(
     soft = SoftPrompt.of(wrapper)
     if len(given) + (soft is not None) > 1:
         names = " and ".join([*given, *([soft.name] if soft is not None else [])])
-        raise SettingsError(f"{names}: a prompt begins with one of them (cache is the newer name of past_key_values)")
+        raise SettingsError(
+            f"give only one of {names}, because a prompt begins with one of them (cache is the newer name of past_key_values)"
+        )
     beginning: Beginning | None = soft
     for name, value in given.items():
         beginning = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
@@ -158,7 +160,8 @@ class Embeddings(Beginning):
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape != value.shape[:2]:
             raise InputError(
-                f"attention_mask is {list(mask.shape)} and inputs_embeds are {list(value.shape)}: it takes {list(value.shape[:2])}"
+                f"attention_mask is {list(mask.shape)} and inputs_embeds are {list(value.shape)}: attention_mask "
+                f"must be {list(value.shape[:2])}"
             )
         return Embeddings(value.to(model.device, model.dtype))
 
@@ -207,7 +210,7 @@ class SoftPrompt(Beginning):
         if kind not in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
             raise UnsupportedError(
                 f"{kind} of PEFT is not supported: the loop reads prompt tuning, p-tuning, prefix tuning, and adapters of layers "
-                "(LoRA and its kin). Call generate without strategy= for this adapter."
+                "(LoRA and its variants). Call generate without strategy= for this adapter."
             )
         return SoftPrompt(wrapper, f"the soft prompt of PEFT ({kind})", int(config.num_virtual_tokens))
 
@@ -246,7 +249,7 @@ def read_vectors(
     """
     if not vectors.shape[1]:
         return None
-    with engine.decoding(side), refusing(model, "does not read vectors in the place of tokens"):
+    with engine.decoding(side), refusing(model, "does not accept inputs_embeds instead of tokens"):
         cache = engine.own_forward(model, engine.target).read_vectors(vectors, mask)
         check_cache(engine.target, cache)
     return cache

@@ -148,8 +148,8 @@ def _check_fit(
     name, own = grammar.language.name, grammar.vocabulary
     if len(own) != size or set(own.stops) != set(stops):
         raise UnsupportedError(
-            f"the compiled grammar {name!r} is for logits of {len(own)} entries and stop tokens {list(own.stops)}; this call has "
-            f"{size} and {sorted(stops)}"
+            f"the compiled grammar {name!r} is for {len(own)} tokens and stop tokens {list(own.stops)}; this call has {size} and "
+            f"{sorted(stops)}: compile it for these, or give its specification"
         )
     if tokenizer is None:
         return
@@ -161,7 +161,6 @@ def _check_fit(
         others = ((token, *pair) for token, pair in enumerate(pairs) if pair[0] != pair[1] and None not in pair)
         if (other := next(others, None)) is not None:
             raise GrammarError(
-                "the compiled grammar {!r} is for another tokenizer: token {} is {!r} there and {!r} here".format(
-                    name, *other
-                )
+                "the compiled grammar {!r} is for another tokenizer: token {} is {!r} there and {!r} here. Give its "
+                "specification instead".format(name, *other)
             )

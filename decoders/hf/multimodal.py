@@ -55,7 +55,7 @@ def inputs_of(
         input_ids: ``[B, P]`` on the model's device, padded on the left.
         mask: ``[B, P]``, None if nothing is padding.
         repeats: number of rows per prompt.
-        divides: whether to divide the images among the prompts if the division is clear, so that the model can read each prompt alone.
+        divides: whether to assign each image to its prompt where possible, so that the model can read each prompt alone.
 
     Raises:
         UnsupportedError: a prompt ends with an image, a video or a sound.

@@ -161,7 +161,7 @@ class Options:
 
     def check(self) -> None:
         """Raises UnsupportedError if the strategy lacks an argument that it needs, or if two draft models are given, and SettingsError
-        if ``assistant_model`` is no model.
+        if ``assistant_model`` is not a model.
 
         Only warns about a draft model that the strategy does not use, so that the same call can be tried with every strategy.
         """
@@ -195,7 +195,7 @@ def _configured(configs: list[GenerationConfig]) -> dict[str, Any]:
     for name, kinds in _CONFIGURABLE.items():
         if not isinstance(configured[name], (*kinds, type(None))):
             wanted = " or ".join(f"a {kind.__name__.lower()}" for kind in kinds)
-            raise SettingsError(f"{name} in the generation config is {configured[name]!r}: it takes {wanted}")
+            raise SettingsError(f"{name} in the generation config must be {wanted}, not {configured[name]!r}")
     return configured
 
 

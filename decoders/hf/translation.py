@@ -87,12 +87,12 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
     """
     head, embedding = draft.get_output_embeddings(), draft.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
-        raise UnsupportedError("a draft model with another vocabulary needs an ordinary embedding and a linear head")
+        raise UnsupportedError("a draft model with another vocabulary must have an nn.Embedding and an nn.Linear head")
     size = vocabulary_of(target)
     if tokens.shared < LEAST_SHARED:
         raise UnsupportedError(
             f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft with "
-            f"({LEAST_SHARED:.0%} at least); 'speculative' with a chain drafts text instead (alignment='strings')"
+            f"({LEAST_SHARED:.0%} at least): use strategy 'speculative' with a chain and alignment='strings', which drafts text"
         )
     twin = copy.deepcopy(draft, {id(parameter): parameter for parameter in draft.parameters()})
     vars(twin).pop("generate", None)

@@ -98,7 +98,9 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
         prompts = read_file(Path(chosen))
     except FileNotFoundError as error:
         odd = next((piece.strip() for piece in chosen.split(",") if piece.strip() not in known), chosen)
-        raise SettingsError(f"--prompts {chosen!r} is no file, and {odd!r} no kind. {suggest(odd, known)}") from error
+        raise SettingsError(
+            f"--prompts {chosen!r} is not a file, and {odd!r} is not a kind of prompts. {suggest(odd, known)}"
+        ) from error
     except (OSError, ValueError) as error:
         raise SettingsError(f"--prompts {chosen!r} cannot be read: {error}") from error
     if not any(text for _, text in prompts):

@@ -66,7 +66,7 @@ def read_suite(name: str, data: Path | None, samples: int | None = None, seed: i
     """The questions of the suite `name`, in the order of its file. Draws `samples` of each category (None: all) with `seed`.
 
     Raises:
-        UnknownNameError: no such suite. SettingsError: `data` is missing, or is no file of this suite.
+        UnknownNameError: no such suite. SettingsError: `data` is missing, or is not a file of this suite.
     """
     if name not in SUITES:
         raise UnknownNameError("suite", name, SUITES)
@@ -80,7 +80,7 @@ def read_suite(name: str, data: Path | None, samples: int | None = None, seed: i
     except SettingsError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"--data {path} is no file of {name}: {error}; {expected} is one") from error
+        raise SettingsError(f"--data {path} is not a file of {name}: {error}; {expected} is one") from error
     if missing := sum(PLACEHOLDER in turn for question in questions for turn in question.turns[:1]):
         raise SettingsError(
             f"--data {path}: {missing} of {len(questions)} questions are placeholders for texts that are published elsewhere: have "

@@ -25,7 +25,7 @@ def read_template(path: Path) -> str:
     """The chat template in a file.
 
     Raises:
-        SettingsError: the file is no text, or no template.
+        SettingsError: the file is not text, or not a template.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -35,10 +35,12 @@ def read_template(path: Path) -> str:
         render_jinja_template([[]], chat_template=text)
     except UnicodeDecodeError as error:
         raise SettingsError(
-            f"--chat-template {path} is no text in UTF-8: {error.reason} at byte {error.start}"
+            f"--chat-template {path} is not text in UTF-8: {error.reason} at byte {error.start}"
         ) from error
     except TemplateSyntaxError as error:
-        raise SettingsError(f"--chat-template {path} is no template: line {error.lineno}: {error.message}") from error
+        raise SettingsError(
+            f"--chat-template {path} is not a template: line {error.lineno}: {error.message}"
+        ) from error
     except Exception:  # a template may refuse a conversation without messages
         pass
     return text

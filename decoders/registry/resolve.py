@@ -146,7 +146,7 @@ def resolve_backend(chosen: Any) -> Backend:
     """The grammar backend that `chosen` means: a name, a class or an object; None means the name ``auto``.
 
     Raises:
-        UnknownNameError, SettingsError, PluginError: the name is unknown, the value is no backend, or the class breaks the contract.
+        UnknownNameError, SettingsError, PluginError: the name is unknown, the value is not a backend, or the class breaks the contract.
     """
     if chosen is None or isinstance(chosen, str):
         chosen = registry().grammar_backend(chosen or "auto")
@@ -164,7 +164,7 @@ def resolve_grammar(given: Any) -> Spec | CompiledGrammar | None:
 
     Raises:
         UnknownNameError: no grammar has this name. PluginError: several plugins claim the name, or the object's type.
-        GrammarError: the object, or the plugin's value for it, is no grammar.
+        GrammarError: the object, or the plugin's value for it, is not a grammar.
     """
     return _named(given) if isinstance(given, str) else as_spec(registry().grammar_of(given))
 

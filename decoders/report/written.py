@@ -22,7 +22,7 @@ class TracedStep:
     """The nodes of one row that a step verified, and the accepted path.
 
     Attributes:
-        tokens: token of every node; node 0 is the last token before the step, -1 is no token.
+        tokens: token of every node; node 0 is the last token before the step, -1 is not a token.
         parents: parent of every node; -1 for node 0 and for nodes that are never accepted.
         path: the accepted nodes, node 0 included.
         own: the target's token after the path; None if the row ended before it.

@@ -31,7 +31,7 @@ def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """`arguments` without those in :data:`SAID_OTHERWISE`. Raises UnsupportedError if one of these has a value other than None."""
     for name, advice in SAID_OTHERWISE.items():
         if arguments.get(name) is not None:
-            raise UnsupportedError(f"{name} is no argument of a request: {advice}")
+            raise UnsupportedError(f"{name} is not an argument of a request: {advice}")
     return {name: value for name, value in arguments.items() if name not in SAID_OTHERWISE}
 
 
@@ -68,7 +68,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"the prompt is no UTF-8 text: {error.reason} at character {error.start}") from error
+            raise InputError(f"the prompt is not UTF-8 text: {error.reason} at character {error.start}") from error
         ids = tokenizer(prompt, return_tensors="pt").input_ids
     else:
         try:

@@ -57,7 +57,7 @@ def check_file(path: Path) -> None:
     """Raises SettingsError unless `path` has a known suffix and is a regular file, since only regular files can be read twice."""
     if path.exists() and not path.is_file():
         raise SettingsError(
-            f"{path} is no regular file: prompts are read twice, and a run that goes on reads them again. Write them to a file first"
+            f"{path} is not a regular file: prompts are read twice, and a run that goes on reads them again. Write them to a file first"
         )
     is_json(path)
 
@@ -89,7 +89,7 @@ def _check_first(line: InputLine) -> None:
     text = _text(line)
     if is_json(line.path) and not isinstance(_loaded(line, text), dict | str):
         raise SettingsError(
-            f"{line.place}: the first line, {shortened(text)!r}, is no prompt: each line has to be an object like "
+            f"{line.place}: the first line, {shortened(text)!r}, is not a prompt: each line has to be an object like "
             '{"prompt": "…"}, or a string. Prompts in plain lines go into a .txt file'
         )
 
@@ -134,8 +134,8 @@ def _loaded(line: InputLine, text: str) -> Any:
     except RecursionError as error:
         raise SettingsError(f"{line.place}: nested too deeply") from error
     except ValueError as error:
-        raise SettingsError(f"{line.place}: no JSON: {error}") from error
+        raise SettingsError(f"{line.place}: not valid JSON: {error}") from error
 
 
 def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a number of JSON")

@@ -80,7 +80,7 @@ class OutputLines:
             item = _ours(line)
             if item is None:
                 if ended or not _is_cut(line, self._whole > 0):
-                    raise SettingsError(f"{self.path}, line {number} is no completion: {_ELSE}")
+                    raise SettingsError(f"{self.path}, line {number} is not a completion: {_ELSE}")
                 self._cut = True
                 break
             self._note(item, self._whole)
@@ -232,7 +232,9 @@ def _shown(value: Any) -> str:
 def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:
     """The file at `path`, locked, and whether it is new. name: the path in error messages."""
     if path.exists() and not path.is_file():
-        raise SettingsError(f"{name} is no regular file, so that a run could not go on with it: name another --output")
+        raise SettingsError(
+            f"{name} is not a regular file, so that a run could not go on with it: name another --output"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         new = not path.exists()

@@ -83,7 +83,7 @@ def _bias(body: Body, size: int) -> dict[int, float]:
     bias = {}
     for token, value in (body.logit_bias or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < size):
-            raise wrong("logit_bias", f"{token!r} is no token id from 0 to {size - 1}")
+            raise wrong("logit_bias", f"{token!r} is not a token id from 0 to {size - 1}")
         bias[int(token)] = value
     return bias
 

@@ -71,7 +71,9 @@ class Part(BaseModel):
             return given
         if len(given) > MOST_FIELDS:
             raise PydanticCustomError(
-                "too_many_fields", "{count} fields are more than any object here has", {"count": len(given)}
+                "too_many_fields",
+                "an object has {count} fields; the limit is {most}",
+                {"count": len(given), "most": MOST_FIELDS},
             )
         known = cls.model_fields.keys() | cls.instead.keys()
         return {name: value for name, value in given.items() if value is not None or name not in known}

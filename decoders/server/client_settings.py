@@ -41,7 +41,9 @@ class ClientSettings:
                 name, limits = _read(text)
                 self.named[name] = limits
         if "none" in given and len(given) > 1:
-            raise SettingsError("--client-settings none stands alone: with it, clients may set nothing")
+            raise SettingsError(
+                "--client-settings none takes no other settings beside it, because it lets clients set nothing"
+            )
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
         """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that has a value outside of
@@ -106,7 +108,8 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
         )
     if name in OPERATORS:
         raise SettingsError(
-            f"--client-settings {text}: {name} names a file or a model, or holds settings that may do so"
+            f"--client-settings {text}: clients may not set {name}, because it names a file or a model, or contains "
+            "settings that may do so"
         )
     if not equals:
         return (cls.name, name), None
@@ -114,7 +117,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
     with suppress(ValueError):
         if float(least) <= float(most):
             return (cls.name, name), (float(least), float(most))
-    raise SettingsError(f"--client-settings {text}: the limits are two numbers, MIN..MAX, not {limits!r}")
+    raise SettingsError(f"--client-settings {text}: the limits must be two numbers, MIN..MAX, not {limits!r}")
 
 
 def _has_bounds(kind: Any, metadata: Sequence[Any]) -> bool:

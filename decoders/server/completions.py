@@ -36,7 +36,7 @@ def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     size = len(service.tokenizer)
     unknown = next((token for token in prompt if not 0 <= token < size), None)
     if unknown is not None:
-        raise wrong("prompt", f"{unknown} is no token id from 0 to {size - 1}")
+        raise wrong("prompt", f"{unknown} is not a token id from 0 to {size - 1}")
     return prompt
 
 

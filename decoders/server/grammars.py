@@ -122,7 +122,9 @@ class Calling:
             raise Refusal(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
-            raise Refusal(400, "two tools have one name", param="tools", code="invalid_value")
+            raise Refusal(
+                400, f"each tool needs its own name, not {', '.join(names)}", param="tools", code="invalid_value"
+            )
         if choice == "none":
             return None
         mode: str = "auto"
@@ -190,10 +192,10 @@ def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
     if wanted is None or isinstance(wanted, TextFormat):
         return None
     if style.special:
-        reason = "the template marks calls with special tokens, which cannot be part of a grammar"
+        reason = "the chat template marks calls with special tokens, which cannot be part of a grammar"
     elif isinstance(wanted, GrammarFormat) and isinstance(spec_of(wanted), Lark | CompiledGrammar):
         reason = "rules in Lark's notation cannot be combined with the rules of calls"
     else:
         return wanted
-    message = f'response_format beside tools: {reason}. Say tool_choice="none" or "required", or leave one of them out'
+    message = f'response_format beside tools: {reason}. Set tool_choice="none" or "required", or leave one of them out'
     raise Refusal(400, message, param="response_format", code="invalid_value")

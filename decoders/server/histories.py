@@ -23,7 +23,7 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
     JSON parsers are clamped, and lone surrogates are replaced.
 
     Raises:
-        Refusal: a field is missing, or the arguments are no object.
+        Refusal: a field is missing, or the arguments are not an object.
     """
     function: Any = call.get("function")
     try:
@@ -31,12 +31,12 @@ def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[st
         if isinstance(arguments, str):
             arguments, text = _read(arguments)
         if not isinstance(arguments, dict):
-            raise TypeError("the arguments are no object")
+            raise TypeError("the arguments are not an object")
         return name, _encodable(arguments), text, call.get("id")
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         param = f"messages.{place}.tool_calls.{number}"
         raise wrong(
-            param, '{"function": {"name": …, "arguments": "{…}"}} is needed, the arguments an object'
+            param, 'must be {"function": {"name": …, "arguments": "{…}"}}, with an object as arguments'
         ) from error
 
 

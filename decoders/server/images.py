@@ -28,7 +28,7 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
         others: earlier images of the same request.
 
     Raises:
-        Refusal: the value is no data URL or no image, or the images are too many or too large.
+        Refusal: the value is not a data URL, or not an image, or the images are too many or too large.
     """
     if len(others) == MOST:
         raise wrong(param, f"there are more than {MOST} images, which is the limit", INVALID)
@@ -37,7 +37,9 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
     if not isinstance(url, str) or not url.startswith("data:"):
         shown = f"not {url[:40]!r}" if isinstance(url, str) else 'in {"image_url": {"url": …}}'
         raise wrong(
-            param, f"an image is a data URL (data:image/png;base64,…), since nothing is fetched, {shown}", INVALID
+            param,
+            f"an image must be a data URL (data:image/png;base64,…), since nothing is fetched, {shown}",
+            INVALID,
         )
     head, _, content = url.partition(",")
     try:

@@ -195,7 +195,7 @@ class Gate:
                 if kept > self.body:
                     raise self._too_large()
                 if self._bytes > BODIES * self.body:
-                    reason = "too many large bodies arrive at a time: try again later"
+                    reason = "too many large bodies arrive at the same time: try again later"
                     raise Refusal(429, reason, code="too_many_bodies", headers={"Retry-After": "2", **CLOSE})
             return message
 
@@ -265,7 +265,7 @@ class Gate:
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
     """The names by which clients may address a server at `host`; None for any name.
 
-    On a loopback address, these are the loopback names and `more`. Elsewhere they are `host` and `more`, or any name without `more`.
+    On a loopback address, these are the loopback names and `more`. Elsewhere they are `host` and `more`; any name if `more` is empty.
     """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))

@@ -104,7 +104,7 @@ class Conversations:
         try:
             return self._render(plain, listed, True, variables)
         except Exception as error:  # templates raise exceptions of any class
-            message = f"the chat template does not take this conversation: {error}"
+            message = f"the chat template refuses this conversation: {error}"
             raise Refusal(400, message, param="messages", code="chat_template_error") from error
 
     def ids(self, text: str) -> list[int]:
@@ -124,7 +124,7 @@ class Conversations:
         try:
             inputs = dict(processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt"))
         except Exception as error:  # processors raise exceptions of any class
-            message = f"the model's processor does not take these images: {error}"
+            message = f"the model's processor refuses these images: {error}"
             raise Refusal(400, message, param="messages", code="invalid_image") from error
         ids = inputs.pop("input_ids")[0].tolist()
         inputs.pop("attention_mask", None)
@@ -224,7 +224,7 @@ def _text_of(
         if part.get("type") not in ("text", "refusal") or not isinstance(part.get(part["type"]), str):
             read = "text" if images is None else "text and image_url"
             given = "no images" if part.get("type") == "image_url" else f"not {shortened(repr(part.get('type')))}"
-            raise wrong(param, f"only parts of type {read} are read here, {given}", "unsupported_content")
+            raise wrong(param, f"only parts of type {read} are supported, {given}", "unsupported_content")
         parts.append({"type": "text", "text": part[part["type"]]})
     if any(part["type"] == "image" for part in parts):
         return parts

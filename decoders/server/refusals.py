@@ -148,14 +148,14 @@ B = TypeVar("B", bound=Asked)
 
 
 def parsed(kind: type[B], content: bytes) -> B:
-    """Parses the body of a request. Raises Refusal: the body is no JSON, or a field is unknown, missing or out of range."""
+    """Parses the body of a request. Raises Refusal: the body is not JSON, or a field is unknown, missing or out of range."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
         every = error.errors(include_url=False, include_context=False)
         raise _explained(kind, _most_telling([dict(each) for each in every]), error.error_count()) from error
     except OverflowError as error:  # pydantic before 2.12 raises this for an integer that exceeds a float
-        raise Refusal(400, "a number in the body is out of range", code="invalid_value") from error
+        raise Refusal(400, "the body has an integer that is too large", code="invalid_value") from error
 
 
 def _most_telling(every: list[dict[str, Any]]) -> dict[str, Any]:
@@ -185,7 +185,9 @@ def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
     param, name = ".".join(place) or None, place[-1] if place else ""
     more = f" ({count - 1} more)" if count > 1 and error["type"] == "extra_forbidden" else ""
     if error["type"] == "json_invalid":
-        return Refusal(400, f"the body is no JSON: {error['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+        return Refusal(
+            400, f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
+        )
     if error["type"] == "extra_forbidden":
         if len(place) == 1 and name in kind.instead:
             return Refusal(
@@ -203,7 +205,7 @@ def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
     message = error["msg"].replace("a valid dictionary", "an object")
     value = shortened(json.dumps(error["input"], ensure_ascii=False)) if param else ""
     if _is_mismatch(error) and name in SHAPES:
-        message = f"{SHAPES[name]} is needed, not {value}"
+        message = f"must be {SHAPES[name]}, not {value}"
     elif param and message.startswith(("Input should", "String should")):
         message = f"{message}, not {value}"
     return Refusal(400, f"{param or 'the body'}: {message}", param=param, code="invalid_value")

@@ -157,13 +157,13 @@ class ResponseBody(Asked):
             try:  # the response repeats the request's fields, so JSON has to be able to hold them
                 json.dumps(value, allow_nan=False)
             except (ValueError, RecursionError) as error:
-                raise wrong(name, "a number is out of range, or something is nested too deeply") from error
+                raise wrong(name, "a number is out of range, or a value is nested too deeply") from error
         items = [*earlier, *self.items]
         messages = messages_of(items, len(earlier))
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
-            raise wrong("input", "there is nothing to answer")
+            raise wrong("input", "there is nothing to answer: give a message")
         same = (*Asked.model_fields, "parallel_tool_calls", "thinking_budget", "chat_template_kwargs", "top_logprobs")
         logprobs = self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
         return TurnBody(
@@ -242,7 +242,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
             content = _content(item.get("content"), f"{place}.content", role == "user")
             if role not in ("system", "developer", "user", "assistant"):
                 given = shortened(repr(role))
-                raise wrong(f"{place}.role", f"{given} is no role. Choose from: assistant, developer, system, user")
+                raise wrong(f"{place}.role", f"{given} is not a role. Choose from: assistant, developer, system, user")
             own = {"reasoning_content": thought} if thought and role == "assistant" else {}
             messages.append({"role": role, "content": content} | own)
         elif kind == "function_call":

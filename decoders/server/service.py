@@ -275,7 +275,7 @@ class Service:
         """
         limits, left = self.limits, self.slots - len(prompt)
         if not prompt:
-            raise Refusal(400, "the prompt is empty", param="prompt", code="invalid_value")
+            raise Refusal(400, "the prompt is empty: it needs at least one token", param="prompt", code="invalid_value")
         if len(prompt) > limits.prompt_tokens or left < 1:
             raise limits.too_long(str(len(prompt)), self.slots)
         wanted, field = body.most_tokens, body.tokens_field
@@ -286,7 +286,7 @@ class Service:
             raise Refusal(400, message, param=field, code="invalid_value")
         if wanted > left:
             both = f"{amount(len(prompt), 'prompt token')} and {wanted} new ones"
-            message = f"{both} exceed the context of {self.slots}: {field} can be {left}"
+            message = f"{both} exceed the context of {self.slots}: {field} can be {left} at most"
             raise Refusal(400, message, param=field, code="context_length_exceeded")
         return wanted
 

@@ -84,7 +84,7 @@ class Auto(Strategy):
             names = tuple(name for _, name in sorted(offered))
         unknown = sorted(set(self.settings.config) - set(names))
         if unknown:
-            raise SettingsError(f"auto: config sets {unknown[0]!r}, which is no candidate: {', '.join(names)}")
+            raise SettingsError(f"auto: config sets {unknown[0]!r}, which is not a candidate: {', '.join(names)}")
         own = {name: registered.get(canonical(name), Strategy).auto_settings for name in names}
         made = {name: resolve(name, {**own[name], **self.settings.config.get(name, {})}) for name in names}
         for strategy in made.values():

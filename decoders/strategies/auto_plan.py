@@ -104,12 +104,12 @@ class Plan:
     Attributes:
         active: indices of the unfinished rows.
         proposals: for each row the nodes that drafters proposed in this step.
-        price: expected tokens that a node must bring for each second that the node takes.
+        price: least expected tokens per second for which a node is worth its seconds.
         worth: expected tokens of the draft, less `price` times the draft's seconds.
         count: greatest number of draft tokens to verify per row, set by :meth:`weigh`.
         width: number of nodes per row in the step's draft, root excluded, set by :meth:`draft`.
         chain: 0 if the verified tokens form no chain. Otherwise a bit mask of the drafters that proposed the whole chain.
-        verifying: seconds of verifying nodes, by the bit of the drafter that was the first to propose them.
+        verifying: seconds of verifying nodes, by the bit of the drafter that proposed them first.
         chosen: time on the call's clock at which the draft was chosen.
 
     Args:

@@ -215,5 +215,6 @@ def _check_fit(files: DFlashFiles, context: Context, folder: Path) -> None:
         )
     if config.layer.sliding_window is not None and config.layer.sliding_window < config.block_size:
         raise UnsupportedError(
-            f"dflash: the draft model in {folder} has a block of {config.block_size} tokens, which its sliding window does not span"
+            f"dflash: the draft model in {folder} has a block of {config.block_size} tokens, which its sliding "
+            f"window of {config.layer.sliding_window} does not span"
         )

@@ -160,7 +160,7 @@ class Merged(Strategy):
         """How many nodes of `draft` are verified, root included. left: number of nodes left in the joint block's budget, root
         included.
 
-        Nodes that are no draft tokens, such as lookahead's window, are never left out, even if they exceed a budget from costs.
+        Nodes that are not draft tokens, such as lookahead's window, are never left out, even if they exceed a budget from costs.
 
         Raises:
             SettingsError: the user has set the budget, and it is too small for the nodes that cannot be left out.

@@ -169,7 +169,7 @@ def followers(
     """The likeliest followers of `context` in each row.
 
     The order ``n`` of a follower is the length of the longest context that it followed: the ``n`` most recent tokens of `context`.
-    Its score is its share among all followers of these ``n`` tokens, times 0.4 for each further token of `context`. Among equal
+    Its score is its share among all followers of these ``n`` tokens, times 0.4 for each older token of `context`. Among equal
     scores, followers in the text come first, the latest first. Then come followers found only in the table, by descending order, then
     as in the table.
 

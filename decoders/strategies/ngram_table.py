@@ -93,12 +93,12 @@ class NgramTable:
         """Writes the table to the file `path`. The file is replaced atomically, so tables loaded before keep the old file's contents.
 
         Raises:
-            SettingsError: `path` is no regular file.
+            SettingsError: `path` is not a regular file.
             OSError: the file cannot be written.
         """
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
-            raise SettingsError(f"n-gram table {path} cannot be written: it is no regular file")
+            raise SettingsError(f"n-gram table {path} cannot be written: it is not a regular file")
         draft = target.with_name(f".{target.name}")
         draft.unlink(missing_ok=True)
         with draft.open("xb") as file:  # mode x does not follow a link
@@ -121,16 +121,16 @@ class NgramTable:
         """Reads a file written by :meth:`save`.
 
         Raises:
-            SettingsError: the file is missing, is no table, or is inconsistent.
+            SettingsError: the file is missing, is not a table, or is inconsistent.
         """
         if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
-            raise SettingsError(f"n-gram table {path} cannot be read: it is no regular file")
+            raise SettingsError(f"n-gram table {path} cannot be read: it is not a regular file")
         try:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 if about.get("format") != FORMAT:
                     raise SettingsError(
-                        f"{path} is no n-gram table: its format is {about.get('format')!r}, not {FORMAT!r}"
+                        f"{path} is not an n-gram table: its format is {about.get('format')!r}, not {FORMAT!r}"
                     )
                 if about.get("version") != VERSION:
                     raise SettingsError(
@@ -146,7 +146,7 @@ class NgramTable:
         except (SafetensorError, KeyError, ValueError) as error:
             if isinstance(error, SettingsError):
                 raise
-            raise SettingsError(f"{path} is no n-gram table: {error}") from error
+            raise SettingsError(f"{path} is not an n-gram table: {error}") from error
         table._check(path)
         return table
 

@@ -46,7 +46,7 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
             except SettingsError:
                 if nodes == MAX_NODES:
                     raise
-                # Nodes that are no draft tokens, such as lookahead's window, cannot be left out.
+                # Nodes that are not draft tokens, such as lookahead's window, cannot be left out.
 
 
 class Resting(Strategy):

@@ -232,7 +232,7 @@ def inspect_tree(tree: TreeTensors, rows: int) -> None:
         )
         for node in range(1, n):
             if not any(ancestors[node]):
-                continue  # a node that is no candidate may have any visibility and offset
+                continue  # a node that is not a candidate may have any visibility and offset
             parent = parents[node]
             assert 0 <= parent < node, f"node {node} has parent {parent}: a parent must come before its child"
             wanted = list(ancestors[parent])

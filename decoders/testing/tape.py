@@ -224,7 +224,7 @@ def _masks_of(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _new_tensors(result: Any, given: Sequence[Any]) -> list[tuple[int, Tensor]]:
-    """The tensors of `result` that are no views of `given`, each with its index. Results of ``reshape``, for example, may be views."""
+    """The tensors of `result` that are not views of `given`, each with its index. Results of ``reshape``, for example, may be views."""
     places = {t.untyped_storage().data_ptr() for value in given for t in _flat(value) if isinstance(t, Tensor)}
     return [
         (index, t)

@@ -41,7 +41,7 @@ class EnumerationCase:
 
     Attributes:
         name: the case's name, for messages.
-        parents: parent of each node; -1 for the root and for nodes that are no draft tokens.
+        parents: parent of each node; -1 for the root and for nodes that are not draft tokens.
         target: the target's tables, one more than the tree's depth.
         draft: the draft model's tables.
         sure: nodes whose token is not drawn. They get the likeliest token that no earlier sibling has.
@@ -61,7 +61,7 @@ class EnumerationCase:
 
     @cached_property
     def depths(self) -> list[int]:
-        """The depth of each node; -1 for nodes that are no draft tokens."""
+        """The depth of each node; -1 for nodes that are not draft tokens."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1 if parent >= 0 else -1)

@@ -71,7 +71,7 @@ class Replayed(Wrapped):
 
     Attributes:
         drafts: the draft tokens of every step, as lists.
-        rebound: path of the first value in the state that is no tensor and has changed; None if there is none.
+        rebound: path of the first value in the state that is not a tensor and has changed; None if there is none.
     """
 
     def __init__(self, inner: Strategy, record: bool) -> None:

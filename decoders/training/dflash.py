@@ -260,8 +260,9 @@ def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> Bloc
         or (given.lm_head is not None and not _same(given.lm_head.weight, output))
     ):
         raise SettingsError(
-            "dflash: training cannot continue from this draft model: its shape, the layers that it reads, causal layers or windows "
-            "differ from the settings, or its embedding or output head is not the target's"
+            "dflash: training can continue from a draft model only if its shape and the layers that it reads are "
+            "those of the settings, "
+            "it has no causal layers or windows, and its embedding and output head are the target's"
         )
     draft.load_state_dict(state)
     return draft.to(next(given.network.parameters()).device)
@@ -313,7 +314,7 @@ class BlockLearner(FeatureLearner):
         self.training, self.places = training, torch.arange(draft.config.places, device=ids.device)
         output = teacher.model.get_output_embeddings()
         self.output = output.weight.detach().float()[ids]
-        self.own_output = len(ids) < len(output.weight) or not teacher.says_what_its_matrix_gives(train.ids[:1])
+        self.own_output = len(ids) < len(output.weight) or not teacher.has_linear_head(train.ids[:1])
         self.bias = None if self.own_output or getattr(output, "bias", None) is None else output.bias.detach().float()
         self._embedding = embedding_of(teacher.model, teacher.model.get_input_embeddings())
 

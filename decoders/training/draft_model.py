@@ -106,7 +106,7 @@ def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedMode
     count = len(decoder_layers(model))
     if not count:
         raise TrainingError(
-            f"{type(model).__name__} has no list of decoder layers, so no draft model can be made of it"
+            f"{type(model).__name__} has no list of decoder layers to make a draft model from: use a smaller model of the same family"
         )
     if training.origin == "layers":
         return cut(model, training.layers_of(count))
@@ -127,7 +127,7 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     try:
         draft = _build(model, config, seed=0)
     except ValueError as error:  # from transformers
-        raise TrainingError(f"no {type(model).__name__} can have these layers alone: {error}") from error
+        raise TrainingError(f"{type(model).__name__} cannot be built from these layers alone: {error}") from error
     state, source = {}, model.state_dict()
     for key in draft.state_dict():
         place = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
@@ -139,7 +139,8 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     whole = [key for key, value in draft.state_dict().items() if value.shape != state[key].shape]
     if whole:
         raise TrainingError(
-            f"{', '.join(whole)} of {type(model).__name__} have a part for each layer, so no draft model can be cut out of it"
+            f"{', '.join(whole)} of {type(model).__name__} have a part for each layer, so its layers cannot become "
+            "a draft model: try origin='scratch'"
         )
     draft.load_state_dict(state)
     return draft.to(model.device)  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
     """A copy of the head in `given`, and the tokens ``[D]`` that it can propose. These are `ids` if the checkpoint lists no tokens.
 
     Raises:
-        SettingsError: the head is no EAGLE-3 head, its shape differs from `config`, or it has its own embedding or sliding windows.
+        SettingsError: the head is not an EAGLE-3 head, its shape differs from `config`, or it has its own embedding or sliding windows.
     """
     if not isinstance(given.head, Eagle3Head) or given.head.embed_tokens is not None:
         raise SettingsError(
@@ -144,8 +144,8 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
         or other.windows
     ):
         raise SettingsError(
-            "eagle3: training cannot continue from this head: its shape or the layers that it reads differ from the settings, "
-            "or it has windows"
+            "eagle3: training can continue from a head only if its shape and the layers that it reads are those of the settings, "
+            "and it has no sliding windows"
         )
     head = copy.deepcopy(given.head).requires_grad_(True)
     layer = copy.deepcopy(other.layer)

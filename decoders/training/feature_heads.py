@@ -98,7 +98,7 @@ class Teacher:
         return torch.autocast(self.model.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
     @torch.no_grad()
-    def says_what_its_matrix_gives(self, ids: Tensor) -> bool:
+    def has_linear_head(self, ids: Tensor) -> bool:
         """Whether the target's logits are its hidden states times the output matrix, plus bias. Some models also scale or bound
         logits.
 

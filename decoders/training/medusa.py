@@ -144,7 +144,7 @@ class HeadsLearner(FeatureLearner):
             ranks = []
             for scores, places in self._drafted(lesson):
                 right = scores.gather(-1, lesson.best[:, places, None])
-                # Negated, so that scores that are no numbers are never right.
+                # Negated, so that scores that are not numbers are never right.
                 ranks.append((~(scores <= right)).sum(-1))
             parts.append(torch.stack(ranks, -1)[self._whole(lesson)].cpu())
         return torch.cat(parts)

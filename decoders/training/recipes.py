@@ -21,7 +21,7 @@ def indices(layers: str) -> tuple[int, ...]:
     try:
         return tuple(int(layer) for layer in layers.split(","))
     except ValueError as error:
-        raise BadParameter(f"layers are numbers with commas between, such as 1,15,28, not {layers!r}") from error
+        raise BadParameter(f"layers must be numbers with commas between, such as 1,15,28, not {layers!r}") from error
 
 
 #: Seeds are multiplied for torch, which takes 64 bits.
@@ -80,7 +80,7 @@ class Recipe:
     seed: Annotated[int, Option(**SEEDS, help="Random seed of the initial weights and of the data order.")] = 0
 
     def check_room(self, strategy: str, drafted: int, cause: str) -> None:
-        """Raises SettingsError unless a row of text has room for drafts of `drafted` tokens. cause: the setting with this number."""
+        """Raises SettingsError unless a row of text has room for drafts of `drafted` tokens. cause: the setting with that number."""
         if drafted < 1 or self.length < drafted + 2:
             raise SettingsError(
                 f"{strategy}: for {cause}, length must be at least {drafted + 2} tokens, not {self.length}"
@@ -200,7 +200,7 @@ class BlockTraining(Recipe):
                 they read the last layer's output before or after the final norm.
         """
         if count < 2:
-            raise SettingsError("dflash: the target has 1 layer, and its last layer is not read: it needs 2 or more")
+            raise SettingsError("dflash: the target has 1 layer, but must have 2 or more, because the last is not read")
         layers = self.layers
         if layers is None:
             first, last = min(1, count - 2), count - 2
@@ -251,9 +251,9 @@ class DraftTraining(Recipe):
         if self.origin not in ("layers", "scratch"):
             raise SettingsError(f"the origin of a draft model must be 'layers' or 'scratch', not {self.origin!r}")
         if self.keep is not None and (self.count is not None or self.origin == "scratch"):
-            raise SettingsError("keep names layers of the target: it needs origin 'layers', and excludes count")
+            raise SettingsError("keep names layers of the target: set origin='layers', and leave count out")
         if self.hidden is not None and self.origin == "layers":
-            raise SettingsError("hidden needs origin 'scratch', because the target's own layers keep their size")
+            raise SettingsError("hidden needs origin='scratch', because layers of the target keep their size")
         if self.count is not None and self.count < 1:
             raise SettingsError(f"a draft model has 1 or more layers, not {self.count}")
 
@@ -265,11 +265,11 @@ class DraftTraining(Recipe):
         """
         if self.keep is not None:
             if not self.keep or not all(-count <= layer < count for layer in self.keep):
-                raise SettingsError(f"layers to keep must lie in 0 … {count - 1}, not {', '.join(map(str, self.keep))}")
+                raise SettingsError(f"keep must list layers from {-count} to {count - 1}, not {list(self.keep)}")
             return tuple(layer % count for layer in self.keep)
         kept = self.count_of(count)
         if kept > count:
-            raise SettingsError(f"the target has {amount(count, 'layer')}, {kept} cannot be kept")
+            raise SettingsError(f"count must be at most {count}, the number of the target's layers, not {kept}")
         return tuple(round(i * (count - 1) / (kept - 1)) for i in range(kept)) if kept > 1 else (0,)
 
     def count_of(self, count: int) -> int:

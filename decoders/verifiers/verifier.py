@@ -87,7 +87,7 @@ class Outcomes:
 
     Attributes:
         end: ``[B, N]``, probability that the accepted path ends at each node; rows sum to 1. Apart from the root, it is
-            zero for nodes without a draft token and for nodes that are no candidates.
+            zero for nodes without a draft token and for nodes that are not candidates.
         next: ``[B, N, V]``, distribution of the token after each node if the path ends there. It is finite everywhere
             and sums to 1 wherever ``end > 0``.
     """

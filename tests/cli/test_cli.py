@@ -508,10 +508,10 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0, and finite, not 0"),
         (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0, and finite, not nan"),
         (["t.safetensors", "--prompts", "a.txt", "--seed", str(2**63)], "Invalid value for '--seed'"),
-        (["pipe", "--prompts", "a.txt"], "pipe cannot be read: it is no regular file"),
+        (["pipe", "--prompts", "a.txt"], "pipe cannot be read: it is not a regular file"),
         (
             ["a.txt", "--prompts", "a.txt"],
-            "OUT a.txt exists, and only an n-gram table is overwritten: a.txt is no n-gram table",
+            "OUT a.txt exists, and only an n-gram table is overwritten: a.txt is not an n-gram table",
         ),
     ],
 )

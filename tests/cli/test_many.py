@@ -159,7 +159,7 @@ def test_a_pipe_of_prompts_is_refused_before_anything_is_loaded(tmp_path: Path) 
     pipe, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     os.mkfifo(pipe)
     code, printed = run("--input", str(pipe), "--output", str(out))
-    assert code == 2 and "is no regular file: prompts are read twice" in printed and not out.exists()
+    assert code == 2 and "is not a regular file: prompts are read twice" in printed and not out.exists()
 
 
 def test_a_file_of_prompts_that_changes_meanwhile_is_no_success(

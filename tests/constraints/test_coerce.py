@@ -208,7 +208,7 @@ def test_types_are_called_by_their_name(value: Any, name: str) -> None:
 def test_terms_of_outlines_that_are_no_automata_are_refused() -> None:
     with pytest.raises(GrammarError, match="look-around"):
         as_spec(named.isbn)
-    with pytest.raises(GrammarError, match="no regular expression"):
+    with pytest.raises(GrammarError, match="not a regular expression"):
         as_spec("x" + dsl.CFG('start: "a"'))
     with pytest.raises(GrammarError, match="whitespace="):
         as_spec(dsl.JsonSchema({"type": "integer"}, whitespace_pattern=r"\s*"))
@@ -247,7 +247,7 @@ def test_a_schema_is_read_from_text_or_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, [1], (int,), b"{}"], ids=repr)
 def test_what_is_no_schema_is_not_given_to_pydantic(value: Any) -> None:
-    with pytest.raises(GrammarError, match="is no schema: give a dict, its text or its file, or a type"):
+    with pytest.raises(GrammarError, match="is not a schema: give a dict, its text or its file, or a type"):
         decoders.json_schema(value)
 
 
@@ -399,7 +399,7 @@ def test_a_list_of_another_length_is_refused_with_what_was_perhaps_meant() -> No
 
 
 def test_an_entry_of_a_list_is_no_list() -> None:
-    with pytest.raises(GrammarError, match="is no grammar"):
+    with pytest.raises(GrammarError, match="is not a grammar"):
         as_specs([["json"]], prompts=1)
 
 

@@ -195,8 +195,8 @@ def other_language(content: bytes) -> bytes:
         (lambda content: content[:-1], "damaged"),
         (lambda content: b"", "Expecting value"),
         (lambda content: b"\x80\x04pickle", "cannot be used"),
-        (lambda content: b"[1]\n", "no compiled grammar"),
-        (renamed, "made for something else"),
+        (lambda content: b"[1]\n", "not a compiled grammar"),
+        (renamed, "for another grammar"),
         (other_language, "another language"),
     ],
 )

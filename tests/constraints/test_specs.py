@@ -271,8 +271,8 @@ def test_a_hundred_thousand_choices_are_quick() -> None:
     ("options", "message"),
     [
         ([], "nothing to choose from"),
-        ("abc", "a list of texts is needed, not 'abc'"),
-        (5, "a list of texts is needed"),
+        ("abc", "must be a list of texts, not 'abc'"),
+        (5, "must be a list of texts"),
         ([["a"]], "option 0 is"),
         (["a", {"b": 1}], "option 1 is"),
         ([float("nan")], "option 0 is nan"),
@@ -320,7 +320,7 @@ def _rewritten(file: Path, text: str) -> Path:
 def test_a_defect_in_a_file_is_told_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"a\.lark has no rule `start"):
         as_spec(_rewritten(tmp_path / "a.lark", "print(1)"))
-    for text, message in (("{", "is not JSON"), ("[1]", r"\[1\] is no schema"), ('"a"', "is no schema")):
+    for text, message in (("{", "is not JSON"), ("[1]", r"\[1\] is not a schema"), ('"a"', "is not a schema")):
         with pytest.raises(GrammarError, match=rf"b\.json.*{message}"):
             as_spec(_rewritten(tmp_path / "b.json", text))
 

@@ -314,23 +314,23 @@ def test_harmony_ends_a_thought_with_the_head_of_the_answer() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: decoders.after("", "iso_date"), GrammarError, "'' is no marker"),
-        (lambda: decoders.after(True, "iso_date"), GrammarError, "True is no marker"),
+        (lambda: decoders.after("", "iso_date"), GrammarError, "'' is not a marker"),
+        (lambda: decoders.after(True, "iso_date"), GrammarError, "True is not a marker"),
         (lambda: decoders.after("</t>", "iso_dat"), DecodersError, "iso_date"),
         (lambda: decoders.tagged({}), GrammarError, "there are no tags"),
-        (lambda: decoders.tagged(["<"]), GrammarError, "is no dict of tags"),
+        (lambda: decoders.tagged(["<"]), GrammarError, "is not a dict of tags"),
         (lambda: decoders.tagged({"<": None}), GrammarError, "no grammar after '<'"),
         (lambda: decoders.tagged({"<": (decoders.after("a", "uuid"), ">")}), GrammarError, "give one grammar"),
         (lambda: compiled(decoders.after(99, decoders.choice(["a"]))), GrammarError, "no such token"),
         (
             lambda: compiled(decoders.tagged({"<": decoders.choice(["a"]), "a<b": decoders.choice(["a"])})),
             GrammarError,
-            "'a<b' has '<' in it",
+            "'a<b' contains '<'",
         ),
         (
             lambda: compiled(decoders.tagged({"<": (compile(decoders.choice(["a"])), ">")})),
             GrammarError,
-            "compiled already",
+            "cannot end a compiled grammar",
         ),
         (lambda: Thinking.of(-1), SettingsError, "give the thinking budget"),
         (lambda: Thinking.of(True), SettingsError, "thinking budget"),

@@ -135,7 +135,7 @@ def test_the_finished_text_is_judged_by_a_type_that_asks_for_more(kind: Any, goo
     language.whole(good)
     if bad is not None:
         assert accepts(grammar, bad)
-        with pytest.raises(GrammarError, match="the text is no "):
+        with pytest.raises(GrammarError, match="the text is not a valid "):
             language.whole(bad)
 
 
@@ -171,7 +171,7 @@ def test_a_function_is_not_called_by_its_judge() -> None:
     language, _ = compiled(book)
     assert language.whole is not None
     language.whole('{"at": "2024-02-29T07:04:00", "price": "1.5"}')
-    with pytest.raises(GrammarError, match=r"the text is no book: \$\.price"):
+    with pytest.raises(GrammarError, match=r"the text is not a valid book: \$\.price"):
         language.whole('{"at": "2024-02-29T07:04:00", "price": "x"}')
     assert not called
 

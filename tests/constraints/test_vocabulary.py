@@ -100,7 +100,7 @@ def test_a_sign_for_a_blank_that_is_ascii_is_read_and_its_byte_left_out() -> Non
 def test_a_decoder_that_does_something_else_to_tokens_is_refused() -> None:
     built = byte_fallback("plain")
     built.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.BPEDecoder("</w>")])
-    with pytest.raises(UnsupportedError, match=r"its decoder has a part that is not known, .*BPEDecoder.*</w>"):
+    with pytest.raises(UnsupportedError, match=r"its decoder has an unknown part, .*BPEDecoder.*</w>"):
         Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=built), 300, [0])
 
 

@@ -173,7 +173,7 @@ def test_in_low_precision_no_step_runs_the_last_vector_again() -> None:
     [
         ({"inputs_embeds": torch.zeros(4, 32)}, InputError, r"\[rows, positions, width\].*float32 \[4, 32\]"),
         ({"inputs_embeds": [[1.0]]}, InputError, "not a list"),
-        ({"attention_mask": torch.ones(1, 3)}, InputError, r"inputs_embeds are \[1, 24, 32\]: it takes \[1, 24\]"),
+        ({"attention_mask": torch.ones(1, 3)}, InputError, r"inputs_embeds are \[1, 24, 32\]: attention_mask must be \[1, 24\]"),
         ({"cache": "of three"}, SettingsError, "cache and inputs_embeds"),
         ({"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "inputs_embeds does not hold them"),
         ({"strategy": "speculative", "assistant_model": "a draft"}, UnsupportedError, "names no tokens for part of it"),
@@ -194,7 +194,7 @@ def test_what_cannot_be_read_is_refused(
 
 def test_designs_that_look_tokens_up_elsewhere_and_schedulers_take_none(llama: PreTrainedModel) -> None:
     model = enabled("gemma4")
-    with pytest.raises(UnsupportedError, match="does not read vectors in the place of tokens"):
+    with pytest.raises(UnsupportedError, match="does not accept inputs_embeds instead of tokens"):
         decode(model, vectors(model, 1), "prompt_lookup", max_new_tokens=4)
     with (
         Scheduler(llama, strategy="prompt_lookup") as scheduler,

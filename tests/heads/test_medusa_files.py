@@ -110,7 +110,7 @@ def test_what_holds_no_heads_is_told_apart(tmp_path, upstream):
     with pytest.raises(SettingsError, match="do not fit"):
         load_heads(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(SettingsError, match="config.json is no JSON"):
+    with pytest.raises(SettingsError, match="config.json is not JSON"):
         load_heads(tmp_path)
     state = upstream.state_dict()
     del state["1.2.weight"]

@@ -234,10 +234,18 @@ IDS = torch.arange(3, 11)[None]
         (
             bad(IDS) | dict(attention_mask=torch.tensor([[2, 0, 1, 1, 1, 1, 1, 1]])),
             InputError,
-            "attention_mask holds 2",
+            "attention_mask must hold 0 and 1, not 2",
         ),
-        (bad(IDS) | dict(attention_mask=torch.full((1, 8), 0.5)), InputError, "attention_mask holds 0.5"),
-        (bad(IDS) | dict(attention_mask=torch.full((1, 8), float("nan"))), InputError, "attention_mask holds nan"),
+        (
+            bad(IDS) | dict(attention_mask=torch.full((1, 8), 0.5)),
+            InputError,
+            "attention_mask must hold 0 and 1, not 0.5",
+        ),
+        (
+            bad(IDS) | dict(attention_mask=torch.full((1, 8), float("nan"))),
+            InputError,
+            "attention_mask must hold 0 and 1, not nan",
+        ),
         (bad(IDS) | dict(attention_mask=torch.ones(1, 7)), InputError, r"attention_mask is \[1, 7\]"),
         (bad(IDS) | dict(attention_mask=torch.ones(2, 8)), InputError, r"attention_mask is \[2, 8\]"),
         (bad(IDS) | dict(attention_mask=[[1] * 8]), InputError, "attention_mask must be a tensor"),

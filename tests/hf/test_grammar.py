@@ -419,7 +419,7 @@ def test_a_type_with_conditions_of_its_own_judges_the_finished_text(model, token
     ("options", "error", "message"),
     [
         (dict(grammar="iso_dat"), UnknownNameError, "Did you mean 'iso_date'"),
-        (dict(grammar=3), GrammarError, "grammar=3 is no grammar"),
+        (dict(grammar=3), GrammarError, "grammar=3 is not a grammar"),
         (dict(grammar=["iso_date", "json"]), GrammarError, "a list of 2 for 1 prompt"),
         (dict(grammar="iso_date", eos_token_id=None), UnsupportedError, "needs a token that ends the text"),
         (
@@ -532,7 +532,7 @@ def test_a_generation_config_holds_a_grammar(model, tokenizer, tmp_path, grammar
 def test_a_generation_config_holds_what_json_can(model):
     config = GenerationConfig(strategy="grammar", grammar=["iso_date"], max_new_tokens=4)
     with pytest.raises(
-        SettingsError, match=r"grammar in the generation config is \['iso_date'\]: it takes a str or a mapping"
+        SettingsError, match=r"grammar in the generation config must be a str or a mapping, not \['iso_date'\]"
     ):
         model.generate(**prompts(), generation_config=config)
 
@@ -560,5 +560,5 @@ def test_a_faulty_grammar_is_refused_before_an_engine_is_made(
 
 def test_a_misspelt_keyword_gets_a_warning(model: PreTrainedModel) -> None:
     schema = {"type": "string", "maxLength": 2, "x-typ": 1, "maxLenght": 1}
-    with pytest.warns(UserWarning, match="'maxLenght' is no keyword and says nothing; 'maxLength' is one"):
+    with pytest.warns(UserWarning, match="'maxLenght' is not a keyword and has no effect: did you mean 'maxLength'"):
         decode(model, prompts(1), PromptLookup(), max_new_tokens=2, grammar=schema, eos_token_id=1)

@@ -92,7 +92,7 @@ def test_what_is_no_file_of_a_suite_is_told_with_what_was_expected(tmp_path: Pat
             read_suite(name, data)
         assert said in str(error.value)
     (tmp_path / "d.jsonl.gz").write_bytes(b"\x1f\x8b no gzip")
-    with pytest.raises(SettingsError, match="is no file of humaneval"):
+    with pytest.raises(SettingsError, match="is not a file of humaneval"):
         read_suite("humaneval", tmp_path / "d.jsonl.gz")
 
 

@@ -139,7 +139,7 @@ def test_lines_are_prompts_messages_or_plain_text(tmp_path: Path) -> None:
         {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "max_new_tokens": 3},
     ]  # fmt: skip
     for line, words in zip(
-        lines[3:], ["write", "no JSON", "no JSON: NaN", "the prompt holds half", "nested too deeply"], strict=True
+        lines[3:], ["write", "not valid JSON", "not valid JSON: NaN", "the prompt holds half", "nested too deeply"], strict=True
     ):
         with pytest.raises(SettingsError, match=f"line {line.number + 2}: {words}"):
             parsed(line)

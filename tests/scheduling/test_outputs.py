@@ -63,7 +63,7 @@ def test_a_line_that_was_cut_off_is_written_anew_wherever_that_was(path: Path) -
 )  # fmt: skip
 def test_a_file_of_something_else_is_refused_and_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(SettingsError, match="no completion"):
+    with pytest.raises(SettingsError, match="not a completion"):
         OutputLines(path)
     assert path.read_bytes() == content
 
@@ -226,7 +226,7 @@ def test_a_full_disk_cuts_no_line(path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/null").exists(), reason="no devices")
 @pytest.mark.parametrize("name", ["/dev/null", "/dev/full", "/dev/zero"])
 def test_a_device_is_refused(name: str) -> None:
-    with pytest.raises(SettingsError, match="no regular file"):
+    with pytest.raises(SettingsError, match="not a regular file"):
         OutputLines(Path(name))
 
 

@@ -594,7 +594,7 @@ def test_arguments_are_checked_where_they_are_submitted(llama: PreTrainedModel) 
         (5, {}, InputError, "a prompt is text, or token ids .*, not 5"),
         ([], {}, ContextLengthError, "the prompt is empty"),
         ("", {}, ContextLengthError, "the prompt is empty"),
-        ("a\ud800", {}, InputError, "the prompt is no UTF-8 text: surrogates not allowed at character 1"),
+        ("a\ud800", {}, InputError, "the prompt is not UTF-8 text: surrogates not allowed at character 1"),
         (["a"], {}, InputError, r"not \['a'\]"),
         ([[1, 2], [3]], {}, InputError, "a prompt is text"),
         ([5.5], {}, InputError, "int64"),

@@ -341,7 +341,7 @@ def test_answers_are_calls_or_text_that_is_none(
         return matcher.advance(ids) == len(ids) and matcher.accepting
 
     if backend == "llguidance" and prefix.startswith("{") and format is not None:
-        with pytest.raises(GrammarError, match="may begin as calls do"):
+        with pytest.raises(GrammarError, match="may begin like a call"):
             accepts("", False, True)
         return
     second = '{"name": "nest", "arguments": {"next": {"next": {}}}}'

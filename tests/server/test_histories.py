@@ -219,7 +219,7 @@ def test_arguments_that_a_model_wrote_can_come_back(
 def test_arguments_that_are_no_object_are_refused(written: str, tokenizer_of: Callable[..., Any]) -> None:
     conversations = Conversations(tokenizer_of([]), template(each(WHOLE["hermes"] % WAYS["as JSON"])))
     message = Message(role="assistant", tool_calls=called("call_1", arguments=written))
-    with pytest.raises(Refusal, match=r"messages\.1\.tool_calls\.0: .* the arguments an object"):
+    with pytest.raises(Refusal, match=r"messages\.1\.tool_calls\.0: .* with an object as arguments"):
         conversations.prompt([USER, message], (), {})
 
 

@@ -167,7 +167,7 @@ def test_models_see_what_load_image_gives() -> None:
         ("data:image/png;base64,aGFsbG8=", "the image cannot be read (of no known format): formats are"),
         (url_of((0, 0, 0), "PNG", (5000, 4000)), "5000 x 4000 pixels; the limit is 16777216"),
         (url_of((0, 0, 0), "TIFF"), "formats are PNG, JPEG"),
-        (None, "an image is a data URL"),
+        (None, "an image must be a data URL"),
     ],
 )
 def test_what_is_no_image_is_refused(seeing: Any, url: Any, why: str) -> None:
@@ -204,7 +204,7 @@ def test_images_are_decoded_where_small_requests_do_not_wait_for_them(seeing: An
 def test_images_are_of_users(seeing: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": RED}}
     answer = seeing.post(CHAT, json=asked("?") | {"messages": [{"role": "system", "content": [image]}]})
-    assert answer.status_code == 400 and "only parts of type text are read here" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "only parts of type text are supported" in answer.json()["error"]["message"]
 
 
 def test_a_checkpoint_of_a_model_that_sees_is_served_with_its_processor(

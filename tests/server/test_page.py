@@ -73,7 +73,7 @@ def test_the_page_shows_a_text_with_its_drafted_tokens(client: Any) -> None:
         assert page.text_content("#second-title") == "autoregressive" and "tokens/s" in page.text_content("#others")
         page.select_option("#kind", "json_schema")
         page.keyboard.press("Control+Enter")
-        page.wait_for_selector("#status[data-error]:has-text('the schema is no JSON')")
+        page.wait_for_selector("#status[data-error]:has-text('the schema is not JSON')")
         page.select_option("#kind", "")
         page.fill("#tokens", "1")
         page.fill("#prompt", "a" * 1000)

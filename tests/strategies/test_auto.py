@@ -208,7 +208,7 @@ def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) ->
         ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
         ({"candidates": ["auto"]}, SettingsError, "not auto itself"),
         ({"candidates": []}, SettingsError, "candidates"),
-        ({"config": {"lookahead": {}}}, SettingsError, "'lookahead', which is no candidate"),
+        ({"config": {"lookahead": {}}}, SettingsError, "'lookahead', which is not a candidate"),
         ({"config": {"suffix": {"node": 3}}}, SettingsError, "nodes"),
     ],
 )

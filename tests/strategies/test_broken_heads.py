@@ -57,7 +57,7 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
         ("eagle3", dict(num_key_value_heads=3), "num_key_value_heads is 3, which does not divide num_attention_heads, 4"),
         ("eagle3", dict(head_dim=7), "head_dim is 7, and rotary positions need an even one"),
         ("eagle3", dict(hidden_size="32"), "hidden_size: Input should be a number (got '32')"),
-        ("eagle3", dict(hidden_size=None), "is no config of an EAGLE-3 head: it has no hidden_size"),
+        ("eagle3", dict(hidden_size=None), "is not a config of an EAGLE-3 head: it has no hidden_size"),
         ("eagle3", dict(rms_norm_eps="a"), "rms_norm_eps: Input should be a number (got 'a')"),
         ("eagle3", dict(rope_theta=0), "rope_theta: Input should be greater than 0 (got 0)"),
         ("eagle3", dict(hidden_act="silo"), "hidden_act: Unknown activation. Did you mean 'silu'?"),
@@ -95,7 +95,7 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
         ("dflash", dict(hidden_act="foo"), "hidden_act: Unknown activation. Choose from: gelu"),
         ("medusa", dict(heads=2.5), "heads: Input should be a valid integer"),
         ("medusa", dict(heads=0), "heads: Input should be greater than or equal to 1 (got 0)"),
-        ("medusa", dict(heads=None), "is no config of Medusa heads: it has no heads"),
+        ("medusa", dict(heads=None), "is not a config of Medusa heads: it has no heads"),
         ("medusa", dict(projection="half"), "projection: Input should be 'tied', 'low_rank' or 'full' (got 'half')"),
         ("medusa", dict(rank=3), "projection low_rank needs a rank"),
         ("medusa", dict(tree=[[0.5]]), "tree: the tree must be a list of paths of ranks, [[0], [0, 1]] (got [[0.5]])"),
@@ -122,7 +122,7 @@ def test_a_config_that_is_no_object_is_said_to_be(kind: str, text: str, folder_o
 def test_weights_that_are_none_are_said_to_be(content: Any, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("eagle3")
     torch.save(content, folder / "pytorch_model.bin")
-    refused("eagle3", folder, "no mapping of names to tensors", "pytorch_model.bin")
+    refused("eagle3", folder, "not a mapping of names to tensors", "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"a": 1}}'])

@@ -160,7 +160,7 @@ def test_table_is_written_through_links_beside_what_is_loaded_and_to_files_alone
     table_of([1, 2, 3]).save(link)
     assert loaded.orders[0].followers.tolist() == [[1, 2, 3, 4, 5]]
     assert link.is_symlink() and NgramTable.load(path).tokens == 3
-    with pytest.raises(SettingsError, match="it is no regular file"):
+    with pytest.raises(SettingsError, match="it is not a regular file"):
         table_of([1, 2, 3]).save(pipe)
     assert pipe.is_fifo() and len(os.listdir(tmp_path)) == 3
 
@@ -192,11 +192,11 @@ def broken_tables(folder: Path) -> dict[str, tuple[Path, str]]:
     NgramTable.count([(torch.tensor([1, 2, 3]), 0)], 4000).save(made["vocab"])
     return {
         "missing": (folder / "none.safetensors", "none.safetensors cannot be read: No such file"),
-        "folder": (folder, "cannot be read|is no n-gram table"),
-        "text": (made["text"], "is no n-gram table"),
+        "folder": (folder, "cannot be read|is not an n-gram table"),
+        "text": (made["text"], "is not an n-gram table"),
         "other": (made["other"], "its format is None, not 'decoders-ngram-table'"),
         "version": (made["version"], "version '9', this package reads '1'"),
-        "half": (made["half"], "is no n-gram table"),
+        "half": (made["half"], "is not an n-gram table"),
         "range": (made["range"], "is damaged"),
         "vocab": (made["vocab"], "vocabulary of 4000, the model's has 128"),
     }
@@ -269,5 +269,5 @@ def test_compiled_draft_tokens_are_those_of_plain_tensor_code():
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
 def test_a_pipe_is_no_table(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SettingsError, match="no regular file"):
+    with pytest.raises(SettingsError, match="not a regular file"):
         NgramTable.load(tmp_path / "pipe")

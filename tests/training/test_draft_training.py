@@ -49,7 +49,7 @@ def test_layers_may_differ_in_more_than_lists_say() -> None:
         assert kept(ids).logits.shape == model(ids).logits.shape
     with pytest.raises(SettingsError, match="differ in head_dim.*origin='layers'"):
         new_draft(model, run(origin="scratch"))
-    with pytest.raises(TrainingError, match="no Gemma4ForCausalLM can have these layers alone: "):
+    with pytest.raises(TrainingError, match="Gemma4ForCausalLM cannot be built from these layers alone: "):
         cut(tiny_model("gemma4"), (0,))  # its keys and values would be those of a layer that is gone
 
 
@@ -69,9 +69,9 @@ def test_kept_layers_are_spread_over_the_target() -> None:
     ):
         with pytest.raises(SettingsError):
             run(**wrong)
-    with pytest.raises(SettingsError, match="0 … 1, not 4"):
+    with pytest.raises(SettingsError, match="from -2 to 1, not .4."):
         run(count=None, keep=(4,)).layers_of(2)
-    with pytest.raises(SettingsError, match="3 cannot be kept"):
+    with pytest.raises(SettingsError, match="count must be at most 2, the number of the target.s layers, not 3"):
         run(count=3).layers_of(2)
 
 
@@ -152,7 +152,7 @@ def test_a_short_context_is_enough_for_the_measurements(tmp_path, tokenizer, tex
     assert train_draft(model, tokenizer, job, run=run(epochs=1))["new_tokens"] == 18
     (tmp_path / "long" / "training").mkdir(parents=True)
     (state := tmp_path / "long" / "training" / "checkpoint.pt").touch()
-    with pytest.raises(SettingsError, match="the model reads at most 24 tokens: length must not be 25"):
+    with pytest.raises(SettingsError, match="the model reads at most 24 tokens: length must be at most that, not 25"):
         train_draft(model, tokenizer, Job(texts, tmp_path / "long", resume=False), run=run(length=25))
     assert state.exists(), "a call that is refused destroys no earlier run"
 

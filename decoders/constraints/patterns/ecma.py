@@ -72,7 +72,7 @@ def _error(pattern: str, problem: Problem, what: str, reason: str, place: int) -
 
 def _refusal(pattern: str, reason: str, place: int) -> GrammarError:
     return GrammarError(
-        f"pattern {pattern[:80]!r}: {reason} (at character {place}); a pattern without it, or strict=False, works",
+        f"pattern {pattern[:80]!r}: {reason} (at character {place}): leave it out of the pattern, or set strict=False",
         "pattern",
     )
 
@@ -117,7 +117,7 @@ def strings(pattern: str) -> tuple[tuple[Pattern, bool], ...]:
     """Regular trees for the strings in which `pattern` is found: the strings match every tree marked True and no tree marked False.
 
     Raises:
-        GrammarError: `pattern` is no expression of ECMA-262, or has a construct that regular trees cannot express.
+        GrammarError: `pattern` is not an expression of ECMA-262, or has a construct that regular trees cannot express.
     """
     if len(pattern) > limits.PATTERN_CHARACTERS:
         limits.exceeded("PATTERN_CHARACTERS", limits.PATTERN_CHARACTERS, "a pattern", "pattern")
@@ -280,7 +280,7 @@ class Search:
             GrammarError: neither ECMA-262 nor ``re`` allows `pattern`, or time is up.
         """
         if not isinstance(pattern, str):
-            raise GrammarError(f"a pattern is a string, not {pattern!r}", "pattern")
+            raise GrammarError(f"a pattern must be a string, not {pattern!r}", "pattern")
         try:
             conditions = strings(pattern)
         except GrammarError:

@@ -56,7 +56,7 @@ def exceeded(
     Raises:
         GrammarError: always.
     """
-    remedy = "" if path == "$" else "; strict=False validates it afterwards in a schema"
+    remedy = "" if path == "$" else "; in a schema, strict=False validates it afterwards instead"
     raise GrammarError(
         f"{what} exceeds the limit {limit} = {most:,} of {module}: {INSTEAD.get(limit, 'take a smaller one')}{remedy}",
         keyword,

@@ -66,7 +66,7 @@ PYTHON = Dialect(
     messages=_MESSAGES,
     error=_error,
     dot=characters.complement(characters.of("\n")),
-    # In Rust, unlike in Python, combining marks are word characters, and U+001C to U+001F are no white space.
+    # In Rust, unlike in Python, combining marks are word characters, and U+001C to U+001F are not white space.
     escapes={
         "d": Class(r"\d"), "D": Class(r"\D"), "w": Class(r"[\p{L}\p{N}_]"), "W": Class(r"[^\p{L}\p{N}_]"),
         "s": Class(r"[\s\x1c-\x1f]"), "S": Class(r"[^\s\x1c-\x1f]"), "k": "back-reference", "0": "octal escape",

@@ -1,7 +1,7 @@
 """Patterns as trees, with the same nodes for all dialects; and writing trees in the notation of backends.
 
 A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which automata
-can be built. The other nodes are further constructs of dialects; users of the tree resolve, drop or refuse them.
+can be built. The other nodes are for constructs of some dialects; the code that uses a tree resolves, drops or refuses them.
 
 The written text is valid for Rust's ``regex``, llguidance and outlines_core, and without :class:`Class` for Python's ``re``, too.
 """

@@ -14,9 +14,9 @@ from .shapes import ALL, NONE, SchemaAlgebra, Shapes
 
 
 def _parts(algebra: SchemaAlgebra, place: Place, keyword: str) -> list[Node]:
-    """The nodes of the schemas that `keyword` lists. Raises GrammarError: the keyword's value is no list."""
+    """The nodes of the schemas that `keyword` lists. Raises GrammarError: the keyword's value is not a list."""
     if not isinstance(place.schema[keyword], list):
-        raise GrammarError(f"{keyword} is a list of schemas, not {place.schema[keyword]!r}", keyword)
+        raise GrammarError(f"{keyword} must be a list of schemas, not {place.schema[keyword]!r}", keyword)
     return [algebra.node(place, keyword, index) for index in range(len(place.schema[keyword]))]
 
 
@@ -76,7 +76,7 @@ def _if(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
 def _dependent(keyword: str) -> Callable[[SchemaAlgebra, Place, Shapes], Shapes]:
     def combine(algebra: SchemaAlgebra, place: Place, current: Shapes) -> Shapes:
         if not isinstance(place.schema[keyword], dict):
-            raise GrammarError(f"{keyword} is an object, not {place.schema[keyword]!r}", keyword)
+            raise GrammarError(f"{keyword} must be an object, not {place.schema[keyword]!r}", keyword)
         for name, needs in place.schema[keyword].items():
             absent = replace(ALL, objects=(Objects((Property(name, FALSE),)),))
             present = Shapes(objects=(Objects((Property(name, TRUE, True),)),))

@@ -95,7 +95,7 @@ def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
         GrammarError: the complement includes arrays with a repeated item, which cannot be expressed.
     """
     if a.unique:
-        raise GrammarError("arrays with equal items have no grammar; strict=False validates them", "uniqueItems")
+        raise GrammarError("no grammar can require equal items; strict=False validates it afterwards", "uniqueItems")
     complement_of = algebra.nodes.complement
     alternatives = [Arrays(high=a.low - 1)] if a.low else []
     if a.high is not None:

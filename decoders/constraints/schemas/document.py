@@ -47,7 +47,7 @@ class Place:
     subtracted: bool = False
 
     def child(self, *keys: str | int) -> Place | bool:
-        """The schema under `keys`. Raises GrammarError: the value under `keys` is no schema."""
+        """The schema under `keys`. Raises GrammarError: the value under `keys` is not a schema."""
         target: Any = self.schema
         for key in keys:
             target = target[key]
@@ -83,7 +83,7 @@ class Place:
             TypeError,
             KeyError,
             AttributeError,
-        ) as problem:  # AttributeError: a pointer into a value that is no schema
+        ) as problem:  # AttributeError: a pointer into a value that is not a schema
             raise GrammarError(
                 f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
                 "refers to under $defs, with its $id",
@@ -136,7 +136,7 @@ def document(text: str) -> Place | bool:
     resource = specification.create_resource(contents)
     base = (isinstance(contents, dict) and resource.id()) or "urn:schema"
     registry: Registry[Any] = REGISTRY.with_resource(base, resource)
-    dynamic = any(  # references to meta-schemas count, since these contain dynamic references
+    dynamic = any(  # a reference to a meta-schema counts, because meta-schemas contain dynamic references
         key in ("$dynamicRef", "$recursiveRef")
         or (key in ("$ref", "$id", "id") and isinstance(value, str) and "json-schema.org" in value)
         for key, value in members(contents)
@@ -154,15 +154,17 @@ def place(
         entered: whether `resolver` already resolves references relative to the ``$id`` of `contents`.
 
     Raises:
-        GrammarError: `contents` are no schema, or of an unknown draft.
+        GrammarError: `contents` are not a schema, or of an unknown draft.
     """
     if isinstance(contents, bool):
         return contents
     if not isinstance(contents, dict):
-        raise GrammarError(f"{path}: a schema is an object or a boolean, not {json.dumps(contents)[:60]}", path=path)
+        raise GrammarError(
+            f"{path}: a schema must be an object or a boolean, not {json.dumps(contents)[:60]}", path=path
+        )
     for keyword in ("$id", "$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
         if not isinstance(contents.get(keyword, ""), str):
-            raise GrammarError(f"{path}: {keyword} is a text, not {contents[keyword]!r}", keyword, path)
+            raise GrammarError(f"{path}: {keyword} must be a string, not {contents[keyword]!r}", keyword, path)
     specification = _specification(contents, specification, path)
     if not entered:
         resolver = resolver.in_subresource(specification.create_resource(contents))
@@ -180,12 +182,14 @@ def _specification(contents: Any, default: Specification[Any], path: str) -> Spe
         target = specification_with(declared)
     except (UnknownDialect, CannotDetermineSpecification) as problem:
         raise GrammarError(
-            f"{path}: $schema {declared!r} is not a draft that is known here (draft 4, 6, 7, 2019-09, 2020-12)",
+            f"{path}: $schema {declared!r} is unknown: take draft 4, 6, 7, 2019-09 or 2020-12",
             "$schema",
             path,
         ) from problem
     if target.name not in _YEARS:
-        raise GrammarError(f"{path}: {target.name} is older than draft 4", "$schema", path)
+        raise GrammarError(
+            f"{path}: {target.name} is older than draft 4, the oldest that is supported", "$schema", path
+        )
     return target
 
 

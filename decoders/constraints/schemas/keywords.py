@@ -29,7 +29,7 @@ OBJECTS = (
 
 
 def of_type(name: Any) -> Shapes:
-    """The shapes of all values of the type `name`. Raises GrammarError: JSON Schema has no such type."""
+    """The set of all values of the type `name`. Raises GrammarError: JSON Schema has no such type."""
     known = {
         "null": Shapes(frozenset(["null"])), "boolean": Shapes(frozenset(["true", "false"])),
         "number": Shapes(numbers=(Numbers(),)), "integer": Shapes(numbers=(Numbers(kind="integer"),)),
@@ -41,7 +41,7 @@ def of_type(name: Any) -> Shapes:
 
 
 def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
-    """The shapes that contain only `value`. leaf: returns the node of an item or member of `value`."""
+    """The set that contains only `value`. leaf: returns the node of an item or member of `value`."""
     if value is None or isinstance(value, bool):
         return Shapes(frozenset(["null" if value is None else "true" if value else "false"]))
     if isinstance(value, int | float):
@@ -71,7 +71,7 @@ def of_numbers(schema: dict[str, Any]) -> Numbers | None:
     if "multipleOf" in schema:
         step = numbers.fraction(_number(schema, "multipleOf"))
         if step <= 0:
-            raise GrammarError(f"multipleOf {schema['multipleOf']!r} is not above zero", "multipleOf")
+            raise GrammarError(f"multipleOf {schema['multipleOf']!r} must be above zero", "multipleOf")
         pieces.append(Numbers(multiple=step))
     for piece in pieces:
         result = numbers.intersection(result, piece) if result is not None else None
@@ -181,7 +181,7 @@ def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> 
 
 def _pattern(text: Any) -> Strings:
     if not isinstance(text, str):
-        raise GrammarError(f"a pattern is a string, not {text!r}", "pattern")
+        raise GrammarError(f"a pattern must be a string, not {text!r}", "pattern")
     return Strings(conditions=frozenset(ecma.strings(text)))
 
 
@@ -212,7 +212,7 @@ def _blaming(keyword: str) -> Iterator[None]:
 def _number(schema: dict[str, Any], keyword: str) -> int | float:
     value = schema[keyword]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise GrammarError(f"{keyword} is a number, not {value!r}", keyword)
+        raise GrammarError(f"{keyword} must be a number, not {value!r}", keyword)
     return value
 
 
@@ -221,8 +221,8 @@ def read_count(schema: dict[str, Any], keyword: str) -> int | None:
     if keyword not in schema:
         return None
     value = _number(schema, keyword)
-    if value < 0 or (isinstance(value, float) and not value.is_integer()):  # infinity is no integer either
-        raise GrammarError(f"{keyword} is a whole number from 0, not {value!r}", keyword)
+    if value < 0 or (isinstance(value, float) and not value.is_integer()):  # infinity is not an integer either
+        raise GrammarError(f"{keyword} must be a whole number from 0 up, not {value!r}", keyword)
     if value > limits.COUNT and keyword.startswith("max"):  # no text is that long
         return None
     if value > limits.COUNT:
@@ -231,18 +231,18 @@ def read_count(schema: dict[str, Any], keyword: str) -> int | None:
 
 
 def read_object(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
-    """The object that is the value of `keyword`; empty if the keyword is absent. Raises GrammarError: the value is no object."""
+    """The object that is the value of `keyword`; empty if the keyword is absent. Raises GrammarError: the value is not an object."""
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
-        raise GrammarError(f"{keyword} is an object, not {value!r}", keyword)
+        raise GrammarError(f"{keyword} must be an object, not {value!r}", keyword)
     return value
 
 
 def read_names(schema: dict[str, Any], keyword: str) -> list[str]:
-    """The names that `keyword` lists; empty if the keyword is absent. Raises GrammarError: the value is no list of names."""
+    """The names that `keyword` lists; empty if the keyword is absent. Raises GrammarError: the value is not a list of names."""
     value = schema.get(keyword, [])
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise GrammarError(f"{keyword} is a list of names, not {value!r}", keyword)
+        raise GrammarError(f"{keyword} must be a list of names, not {value!r}", keyword)
     return value
 
 
@@ -265,7 +265,7 @@ _ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "direc
 #: Least similarity of a misspelt keyword (:func:`difflib.get_close_matches`).
 _SIMILARITY = 0.8
 #: The warning about a misspelt keyword.
-MISSPELT = "is no keyword and says nothing"
+MISSPELT = "is not a keyword and has no effect"
 #: Greatest number of names that are compared with keywords; each takes 0.1 ms.
 _MOST_COMPARED = 500
 
@@ -276,7 +276,7 @@ def ignored(places: Iterable[Place]) -> Iterator[str]:
     for place in places:
         for name in place.schema:
             if not known(name, place.year):
-                yield f"{place.path}: {name!r} is a keyword of another draft and says nothing."
+                yield f"{place.path}: {name!r} is a keyword of another draft and has no effect."
             if (
                 name in _ANNOTATION_KEYWORDS
                 or name in _ASSERTIONS
@@ -287,7 +287,7 @@ def ignored(places: Iterable[Place]) -> Iterator[str]:
             compared += 1
             swapped = [keyword for keyword in _ASSERTIONS if sorted(keyword) == sorted(name)]  # "tpye": similarity 0.75
             for similar in swapped[:1] or difflib.get_close_matches(name, _ASSERTIONS, 1, _SIMILARITY):
-                yield f"{place.path}: {name!r} {MISSPELT}; {similar!r} is one."
+                yield f"{place.path}: {name!r} {MISSPELT}: did you mean {similar!r}?"
         format_name, types = place.schema.get("format"), place.schema.get("type", "string")
         allows_strings = isinstance(types, str | list) and "string" in types
         if (
@@ -295,4 +295,4 @@ def ignored(places: Iterable[Place]) -> Iterator[str]:
             and isinstance(format_name, str)
             and format_name not in (*formats.FORMATS, *_ANNOTATION_FORMATS)
         ):
-            yield f"{place.path}: the format {format_name!r} is not known and says nothing."
+            yield f"{place.path}: the format {format_name!r} is unknown and has no effect."

@@ -113,7 +113,9 @@ class Normaliser(SchemaAlgebra):
         except (_CycleError, RecursionError) as problem:
             term = self.nodes.terms[node][1]
             path = term.path if isinstance(term, Place) else "$"
-            raise GrammarError(f"{path}: $ref refers to itself without anything in between", "$ref", path) from problem
+            raise GrammarError(
+                f"{path}: $ref refers to itself: put a property or an item between", "$ref", path
+            ) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:
         """`problem`, which was raised for `node`, plus the path of its keyword, or of a keyword that may be the cause."""
@@ -282,7 +284,7 @@ class Normaliser(SchemaAlgebra):
     def values(self, values: Any) -> Shapes:
         """The shapes of enumerated values."""
         if not isinstance(values, list):
-            raise GrammarError(f"an enumeration is a list, not {values!r}", "enum")
+            raise GrammarError(f"an enumeration must be a list, not {values!r}", "enum")
         if len(values) > limits.VALUES:
             limits.exceeded("VALUES", limits.VALUES, f"an enumeration of {len(values):,} values", "enum")
         texts = [value for value in values if isinstance(value, str)]

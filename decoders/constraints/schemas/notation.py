@@ -246,7 +246,7 @@ def prune(rules: dict[str, Expr]) -> dict[str, Expr]:
 class _Productive:
     """Finds the rules that derive at least one text.
 
-    For every expression, the number of parts that must still derive a text is stored. When it becomes zero, the number of the enclosing
+    It counts, for every expression, the parts that must still derive a text. When a count becomes zero, the count of the enclosing
     expression decreases by one. So the work is linear in the size of the grammar.
     """
 

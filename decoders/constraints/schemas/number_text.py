@@ -104,7 +104,10 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
 def schema(numbers: Numbers) -> dict[str, Any]:
     """`numbers`, which are multiples of a step, as a JSON schema for llguidance. Raises GrammarError: llguidance cannot read them."""
     if numbers.kind == "fraction" or numbers.step is None:
-        raise GrammarError(f"multiples of {numbers.multiple} that are no integers; strict=False works", "multipleOf")
+        raise GrammarError(
+            f"no grammar can express the multiples of {numbers.multiple} that are not integers; strict=False validates them afterwards",
+            "multipleOf",
+        )
     if numbers.step.numerator > limits.STEP:  # the automaton has a state per remainder
         limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
     if numbers.step.denominator > 10**DIGITS:
@@ -113,7 +116,9 @@ def schema(numbers: Numbers) -> dict[str, Any]:
     keywords["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
         if bound is not None and abs(bound) > _LARGEST_INLINE:
-            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**62; strict=False works", "multipleOf")
+            raise GrammarError(
+                f"multiples beyond {'-' * (bound < 0)}2**62: take smaller bounds, or set strict=False", "multipleOf"
+            )
         if bound is not None:
             keywords[keyword] = _json_number(bound)
     return {**keywords, "x-guidance": {"whitespace_flexible": False}}
@@ -123,7 +128,7 @@ def _json_number(value: Fraction) -> int | float:
     if value.denominator == 1:
         return int(value)
     if Fraction(repr(float(value))) != value:
-        raise GrammarError(f"{value} has more digits than a float; fewer, or strict=False, works", "multipleOf")
+        raise GrammarError(f"{value} has more digits than a float: take fewer, or set strict=False", "multipleOf")
     return float(value)
 
 

@@ -111,7 +111,7 @@ def complement(a: Numbers) -> list[Numbers]:
     if a.low is None or a.low != a.high:  # a single point has no kinds to exclude
         if a.multiple is not None:
             raise GrammarError(
-                "numbers that are no multiples cannot be described; strict=False validates them", "multipleOf"
+                "no grammar can exclude the multiples of a number; strict=False validates it afterwards", "multipleOf"
             )
         if a.kind != "any":
             alternatives.append(replace(a, kind="integer" if a.kind == "fraction" else "fraction"))

@@ -37,8 +37,8 @@ class Objects:
 
     Attributes:
         properties: the declared properties.
-        rest: classes of other keys with the nodes of their values; keys of no class cannot occur. Classes that share keys have
-            the same node.
+        rest: classes of undeclared keys, each with the node of their values; keys in none of these classes cannot occur. Classes
+            that share keys have the same node.
         exists: each entry requires an undeclared property with a key in the entry's class and a value that satisfies its node.
         evaluated: the properties that keywords have evaluated; this does not change which objects are in the set.
     """

@@ -52,7 +52,7 @@ class Strings:
 
     @property
     def written(self) -> Strings | None:
-        """The strings that the grammar writes, which meet the formats as well; None if there are none.
+        """The strings of the set that also meet the formats: a grammar allows only these. None if there are none.
 
         Raises:
             GrammarError: the automaton of the conditions and formats would be too large.

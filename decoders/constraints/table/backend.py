@@ -84,7 +84,7 @@ def dumped(automaton: MaskedAutomaton) -> bytes:
 
 
 def restored(content: bytes, vocabulary: Vocabulary) -> MaskedAutomaton:
-    """The automaton that was dumped as `content`. Raises GrammarError: `content` is no dump, or not for `vocabulary`."""
+    """The automaton that was dumped as `content`. Raises GrammarError: `content` is not a dump, or not for `vocabulary`."""
     try:
         parts = tensors.load(content)
     except (SafetensorError, ValueError) as error:

@@ -100,7 +100,7 @@ def determinise(regex: str) -> ByteAutomaton:
     """The automaton, not minimized or trimmed, of the texts that match `regex` as a whole.
 
     Raises:
-        GrammarError: `regex` is no expression of Rust's ``regex``, or its automaton is too large.
+        GrammarError: `regex` is not an expression of Rust's ``regex``, or its automaton is too large.
     """
     if len(regex) > LONGEST:
         raise GrammarError(f"a regex of {len(regex)} characters; {_limit(f'{LONGEST} characters')}")

@@ -277,7 +277,7 @@ def split(text: bytes) -> tuple[int, bytes]:
     """How many plain characters a token begins with, and the token's rest."""
     begin = _BEGIN.match(text)
     end = begin.end() if begin else 0
-    # Every character has one byte that is no continuation byte.
+    # Every character has one byte that is not a continuation byte.
     return sum(byte & 0xC0 != 0x80 for byte in text[:end]), text[end:]
 
 

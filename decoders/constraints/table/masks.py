@@ -257,7 +257,7 @@ class _Automaton:
                 yield chunk, paths.deep[begin : begin + CHUNK], allowed
 
     def by_walking(self) -> StateMasks:
-        """The masks if some bytes are no tokens: a token is legal only if further tokens can lead from it to the end of a text."""
+        """The masks if some bytes are not tokens: a token is legal only if further tokens can lead from it to the end of a text."""
         alive = self._alive()
         starts = np.flatnonzero(alive)
         rows = _Distinct(self.lexicon)

@@ -111,8 +111,8 @@ class Markers:
             if self._complete[node] is not None and self._next[node]:
                 first, second = self._complete[node], self.toward[next(iter(self._next[node].values()))]
                 raise GrammarError(
-                    f"the marker {self._shown(second)} has {self._shown(first or 0)} in it, which is a marker too and would always be "
-                    "found first: choose markers that are not in each other",
+                    f"the marker {self._shown(second)} contains {self._shown(first or 0)}, which is a marker too and would be found "
+                    "first: choose markers that do not contain each other",
                     "marker",
                 )
 

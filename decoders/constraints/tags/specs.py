@@ -73,8 +73,8 @@ class Phases:
         if text:
             if isinstance(grammar, CompiledGrammar):
                 raise GrammarError(
-                    f"tagged: the text {bytes(text).decode()!r} ends a grammar that is compiled already: give what it was compiled "
-                    "from, or end it with a token",
+                    f"tagged: the text {bytes(text).decode()!r} cannot end a compiled grammar: give the grammar's specification, "
+                    "or end it with a token",
                     "tagged",
                 )
             grammar = Ended(grammar, bytes(text).decode(), backend=grammar.backend, policy=grammar.policy)
@@ -100,7 +100,7 @@ class Structure(Spec):
         return assembled(tuple(phases.phases), first, self.label or self.name, vocabulary)
 
     def language(self) -> Language:
-        raise GrammarError(f"{self.name}: it is free text with grammars in it, which only generate(grammar=…) compiles")
+        raise GrammarError(f"{self.name} is free text that contains grammars: only generate(grammar=…) compiles it")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ class Tagged(Structure):
             _check_marker(begin, "tagged")
             if isinstance(grammar, Structure):
                 raise GrammarError(
-                    f"tagged: the grammar after {begin!r} is free text with grammars in it ({grammar.name}): give one grammar",
+                    f"tagged: the grammar after {begin!r} is itself free text that contains grammars "
+                    f"({grammar.name}): give one grammar",
                     "tagged",
                 )
             if end is not None:
@@ -254,7 +255,7 @@ def _as_rule(lark: str) -> str:
 def _check_marker(marker: Any, where: str) -> None:
     if isinstance(marker, bool) or not isinstance(marker, str | int) or marker == "":
         raise GrammarError(
-            f"{where}: {shortened(repr(marker))} is no marker: give a nonempty text, or the id of a token", "marker"
+            f"{where}: {shortened(repr(marker))} is not a marker: give a nonempty text, or the id of a token", "marker"
         )
 
 
@@ -299,7 +300,7 @@ def tagged(tags: Mapping[Marker, Any], *, required: bool = False, several: bool 
     """
     if not isinstance(tags, Mapping):
         raise GrammarError(
-            f"tagged: {shortened(repr(tags))} is no dict of tags: give {{begin: (grammar, end)}}", "tagged"
+            f"tagged: {shortened(repr(tags))} is not a dict of tags: give {{begin: (grammar, end)}}", "tagged"
         )
     entries = []
     for begin, value in tags.items():

@@ -137,7 +137,7 @@ class Thinking:
             begin = self.begin if self.begin is not None else own.begin
             if begin == "":
                 raise UnsupportedError(
-                    f'thinking: the begin marker for the end marker {self.end!r} is not known: give "begin", too'
+                    f'thinking: the begin marker for the end marker {self.end!r} is unknown: give "begin", too'
                 )
             return replace(own, begin=begin)
         if known is None:

@@ -83,7 +83,7 @@ class Admission:
         self._pace = 0.0  # seconds per prompt token, as measured
 
     def take_place(self, request: Request) -> int:
-        """Returns the free place whose kept text shares the longest prefix with the prompt. Earlier requests have left these texts.
+        """Returns the free place whose text, left by an earlier request, shares the longest prefix with the prompt.
 
         Of several such places, returns the least recently used. The kept text is cut to the shared prefix, so that moving rows copies
         only this prefix.

@@ -73,7 +73,7 @@ class TimedSteps(Clock):
     worth compiling.
 
     Attributes:
-        piece: the seconds of the last step's pass that a prompt piece (:attr:`Batch.next_piece`) took, by its share of tokens.
+        piece: seconds of the last step's pass times the share of its tokens that belong to a prompt piece (:attr:`Batch.next_piece`).
     """
 
     piece = 0.0

@@ -83,7 +83,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[tuple[LayerKind, ...], tuple[
     unknown = sorted(set(types) - set(known) - STATES_ONLY)
     if unknown:
         raise UnsupportedError(
-            f"{type(config).__name__} has layers of type {', '.join(unknown)}; the shared loop verifies several tokens at "
+            f"{type(config).__name__} has layers of type {', '.join(unknown)}; strategy= verifies several tokens at "
             "once and needs layers that keep keys and values or a recurrent state "
             f"({', '.join([*known, *sorted(STATES_ONLY)])}). Call generate without strategy=."
         )

@@ -259,11 +259,11 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     """Raises UnsupportedError for a model that cannot run several nodes in one pass. Checks capabilities, not class names."""
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"{name} is an encoder-decoder model; the shared loop decodes causal models. {advice}")
+        raise UnsupportedError(f"{name} is an encoder-decoder model; strategy= needs a causal model. {advice}")
     placed = "position_ids" in _parameters_of(type(model).forward)
     if keeps_recurrent_state(model) and not placed:
         raise UnsupportedError(
-            f"{name} keeps only a recurrent state and takes no position_ids: the shared loop needs a design that has attention, "
+            f"{name} keeps only a recurrent state and takes no position_ids: strategy= needs a design that has attention, "
             f"too. {advice}"
         )
     replaced = uncompiled(vars(model).get("forward"))
@@ -284,13 +284,13 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(
-            f"the context of {name} has {context} positions, and its check takes {SHORTEST}. {advice}"
+            f"the context of {name} has {context} positions, and checking the model needs {SHORTEST}. {advice}"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(f"{name} has no output head: load it as a causal language model. {advice}")
     if len(devices) > 1:
         raise UnsupportedError(
-            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; the shared loop needs one device. Start as many "
+            f"{name} is spread over {', '.join(sorted(map(str, devices)))}; strategy= needs one device. Start as many "
             'processes as there are devices with torchrun and load it with tp_plan="auto": each then holds a part of every layer. '
             f"{advice}"
         )

@@ -63,7 +63,7 @@ class Ranks:
         )
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UnsupportedError(
-                f"{name} is sharded by FSDP, whose processes have different batches; the shared loop needs the same batch in all "
+                f"{name} is sharded by FSDP, whose processes have different batches; strategy= needs the same batch in all "
                 f"processes. {advice}"
             )
         mesh = device_mesh_of(model)
@@ -71,7 +71,7 @@ class Ranks:
         for part, what in (("pp", "its layers are divided between processes"), ("fsdp", "it is sharded by FSDP")):
             if sizes.get(part, 1) > 1:
                 raise UnsupportedError(
-                    f"{name}: {what} ({part}_size={sizes[part]}), which the shared loop does not drive. {advice}"
+                    f"{name}: {what} ({part}_size={sizes[part]}), which strategy= does not support. {advice}"
                 )
         meshes = {shard.device_mesh for shard in shards}
         all_groups = [group for mesh in meshes for group in mesh.get_all_groups()]

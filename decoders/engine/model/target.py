@@ -183,8 +183,8 @@ class Target:
         name, most = type(self.model).__name__, self.checks.longest
         if most is not None and longest > most:
             raise ContextLengthError(
-                f"{name} does not look back as its config's window says, so the loop can decode at most the {most} tokens of "
-                f"that window, and {longest} are asked for: ask for fewer, or call generate without strategy=."
+                f"{name} does not apply the sliding window of its config, so the loop can decode at most that window, {most} "
+                f"tokens, not {longest}: ask for fewer, or call generate without strategy=."
             )
         if self.lengths.counted is not None:
             self.lengths.counted.check(name, longest, rows)

@@ -119,7 +119,7 @@ class Threads:
         self.most = self.count = most
         self._steps, self._until_trial = _Steps(), 0.0
         self._before: tuple[int, float] | None = None  # in a trial, the former number and its mean seconds per step
-        self._upwards = False  # whether the next trial uses more threads, if both more and fewer threads could be tried
+        self._upwards = False  # whether the next trial uses more threads, not fewer, where both are possible
 
     def use(self) -> None:
         """Sets the chosen number of threads."""

@@ -68,7 +68,7 @@ def test_a_window_that_a_design_does_not_keep_bounds_its_texts(monkeypatch: pyte
     monkeypatch.setattr(self_check, "check_tree_logits", lambda *_: 24)
     model, inputs = decoders.enable(tiny_model("mistral")), prompts(1, length=20)
     decode(model, inputs, "prompt_lookup", max_new_tokens=4, decoders_config=EAGER)
-    with pytest.raises(ContextLengthError, match="at most the 24 tokens of that window"):
+    with pytest.raises(ContextLengthError, match="at most that window, 24 tokens"):
         decode(model, inputs, "prompt_lookup", max_new_tokens=5, decoders_config=EAGER)
 
 

@@ -311,5 +311,7 @@ def test_short_contexts_decode_to_their_end(design: str, context: int) -> None:
 
 def test_a_context_that_leaves_no_room_for_the_check_is_refused_with_its_length() -> None:
     model = decoders.enable(tiny_model("llama", max_position_embeddings=4))
-    with pytest.raises(UnsupportedError, match="context of LlamaForCausalLM has 4 positions, and its check takes 5"):
+    with pytest.raises(
+        UnsupportedError, match="context of LlamaForCausalLM has 4 positions, and checking the model needs 5"
+    ):
         model.generate(torch.tensor([[5, 6]]), strategy="prompt_lookup", max_new_tokens=2)

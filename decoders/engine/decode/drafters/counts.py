@@ -48,7 +48,7 @@ class DraftCounts:
         self.forward_seconds = self.stage_seconds = 0.0
 
     def range(self, reach: int) -> Tensor:
-        """``[U]`` int64, 0 … U-1: ``U`` is the number of pending tokens, rounded up. reach: greatest number of tokens in a row."""
+        """``[U]`` int64, 0 … U-1, for ``U`` pending tokens (rounded up to a compiled size). reach: tokens of the longest row."""
         pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)
         if self.static and pending:  # pending tokens and the last token form a block
             pending = node_bucket(pending + 1) - 1

@@ -12,7 +12,7 @@ from ..session import Session
 
 
 class SharedSlots(Session):
-    """A session with its own tokens and lengths per row. Its keys and values are those of the first layers in the target's session.
+    """A session that shares the keys and values of the target's first layers. Tokens and lengths of the rows are its own.
 
     The slots already hold keys and values of committed tokens, because the target has computed them with the same weights. Drafting
     writes only to slots from the root on. The target's pass over the block overwrites these slots, and nothing reads slots after them.

@@ -29,7 +29,7 @@ EXAMPLE_SLOTS = 176
 def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
     """Within this context, every decoder layer is a region: Dynamo compiles one graph for all layers whose graphs are equal.
 
-    Yields the regions' functions. Dynamo drops a function's graphs when the function is garbage-collected, so the caller stores them.
+    Yields the functions that are compiled. The caller keeps them, because Dynamo drops the graphs of a function that is collected.
     """
     regions: dict[Callable, Callable] = {}
     marked = []

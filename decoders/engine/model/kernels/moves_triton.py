@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: How many nodes a program moves at a time, and the greatest number of words of a slot that it moves.
+#: The number of nodes that a program moves at a time, and the greatest number of words that it moves of a slot.
 NODES, WORDS = 16, 64
 #: Bytes of a word.
 WORD = 8

@@ -26,7 +26,7 @@ class Call(NamedTuple):
     result: Any
 
     def name_of(self, value: Any) -> Name:
-        """The name of the argument that is the object `value`; None if it is no argument."""
+        """The name of the argument that is the object `value`; None if it is not an argument."""
         named: list[tuple[int | str, Any]] = [*enumerate(self.given), *self.options.items()]
         return next((name for name, own in named if own is value and value is not None), None)
 

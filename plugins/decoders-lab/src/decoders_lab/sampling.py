@@ -35,9 +35,9 @@ class SamplingTime:
         plan: name of the plan.
         nodes: ``N``, number of nodes of the block.
         vocabulary: ``V``, number of tokens.
-        median: median time of the engine's choice among candidates (a part of the vocabulary).
-        least: time of the fastest choice.
-        definition: median time of the processors' reference definitions over the whole vocabulary; None if not timed.
+        median: median time of the engine's sampling, which processes only candidates (a part of the vocabulary).
+        least: time of the fastest run.
+        definition: median time of the reference implementation over the whole vocabulary; None if not timed.
     """
 
     plan: str

@@ -92,8 +92,8 @@ def _check_fit(model: PreTrainedModel, small: ScaledShape, target: ScaledShape) 
     reasons = {
         f"the shape is too small: {', '.join(narrow)}": bool(narrow),
         f"heads of {small.head} do not divide heads of {target.head}": target.head % small.head != 0,
-        f"{target.heads} query heads are no multiple of {target.kv_heads} key heads": target.heads % target.kv_heads != 0,
-        f"a width of {target.hidden} is no multiple of {target.heads} heads": target.hidden % target.heads != 0,
+        f"{target.heads} query heads are not a multiple of {target.kv_heads} key heads": target.heads % target.kv_heads != 0,
+        f"a width of {target.hidden} is not a multiple of {target.heads} heads": target.hidden % target.heads != 0,
         f"its rotary embedding is {rope.get('rope_type')!r}": rope.get("rope_type", "default") != "default",
         "its projections have biases": bool(config.attention_bias or config.mlp_bias),
         "its embeddings are not tied": not config.tie_word_embeddings,

@@ -155,7 +155,7 @@ class XGrammarMatcher(Matcher):
             return b""
         try:
             return str(self._inner.find_jump_forward_string()).encode()
-        except UnicodeDecodeError:  # xgrammar returns text, and part of a character is no text
+        except UnicodeDecodeError:  # xgrammar returns text, and part of a character is not text
             return b""
 
 

@@ -198,7 +198,7 @@ class UnlikelihoodLearner(Learner):
     6), for loops instead of all repeated n-grams, because code repeats n-grams on purpose.
 
     Args:
-        before: the learner of the training on files. Its model is trained further, from the rounded weights that `before` would write.
+        before: the learner that was trained on files. Its model is trained further, from the rounded weights that `before` would write.
         first_step: number of the first step of `batches` from which the model has not learned yet.
     """
 
