@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedError("this Context was made by hand; draft models and strategies by name exist in a call only")
+    raise UnsupportedError("this Context was made by hand: only that of a call has draft models and strategies by name")
 
 
 def _same_vocabulary(model: PreTrainedModel | str) -> None:

@@ -109,7 +109,7 @@ class Draft:
             DraftError: `tokens` has another shape.
         """
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            raise DraftError(f"a chain is made of a tensor [rows, length], not {described(tokens)}")
+            raise DraftError(f"a chain needs a tensor [rows, length], not {described(tokens)}")
         return Draft(tokens, Topology.chain(tokens.shape[1]), scores)
 
     @staticmethod
@@ -120,7 +120,7 @@ class Draft:
             DraftError: `tokens` has another shape.
         """
         if not isinstance(tokens, Tensor) or tokens.dim() != 3:
-            raise DraftError(f"branches are made of a tensor [rows, branches, length], not {described(tokens)}")
+            raise DraftError(f"branches need a tensor [rows, branches, length], not {described(tokens)}")
         return Draft(tokens.flatten(1), Topology.branches(tokens.shape[1], tokens.shape[2]))
 
     @staticmethod
@@ -140,7 +140,7 @@ class Draft:
         """
         if len({len(row) for row in tokens}) > 1:
             raise DraftError(
-                f"rows have equally many draft tokens, not {[len(row) for row in tokens]}: fill up with -1"
+                f"rows must have equally many draft tokens, not {[len(row) for row in tokens]}: pad with -1"
             )
         own = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         topology = (
@@ -172,11 +172,10 @@ class Draft:
         elif isinstance(self.topology, Topology):
             nodes = len(self.topology.parents)
         else:
-            raise DraftError(f"a draft's topology is a Topology or TreeTensors, not {described(self.topology)}")
+            raise DraftError(f"a draft's topology must be a Topology or TreeTensors, not {described(self.topology)}")
         if nodes != self.tokens.shape[1] + 1:
             raise DraftError(
-                f"for {amount(self.tokens.shape[1], 'draft token')} a topology has {self.tokens.shape[1] + 1} nodes (the root counts), "
-                f"not {nodes}"
+                f"the topology of {amount(self.tokens.shape[1], 'draft token')} must have {self.tokens.shape[1] + 1} nodes, not {nodes}"
             )
         if self.grades is not None and not _is(self.grades, torch.int64, self.tokens.shape):
             raise DraftError(

@@ -314,7 +314,7 @@ def calibrate(
 
     Args:
         rows: batch sizes.
-        contexts: numbers of tokens per row that attention looks back at.
+        contexts: numbers of tokens per row that attention reads.
         assistant_model: a draft model that is also measured.
         seconds: time limit for each model. Sizes that are left when the limit is reached are not measured.
         tokenizer: as in :func:`decoders.enable`.
@@ -354,7 +354,7 @@ def cost_curve(
 
     Args:
         rows: batch sizes.
-        contexts: numbers of tokens per row that attention looks back at.
+        contexts: numbers of tokens per row that attention reads.
         seconds: time limit. Sizes that are left when the limit is reached are not measured.
         options: arguments of ``generate``: ``decoders_config={"compile": True}`` measures compiled steps.
 

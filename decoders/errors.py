@@ -23,7 +23,7 @@ class UnknownNameError(DecodersError, ValueError):
     def __init__(self, kind: str, name: str, choices: Iterable[str], hint: str = ""):
         choices, (plain, bracket, _) = sorted(choices), name.partition("[")
         if bracket and kind in ("strategy", "verifier"):  # the notation of `decoders bench`
-            hint = f"Settings stand beside the name, in {kind}_config=" + (" or --set." if kind == "strategy" else ".")
+            hint = f"Pass its settings in {kind}_config=" + (" or --set." if kind == "strategy" else ".")
         super().__init__(f"Unknown {kind} {name!r}. {suggest(plain, choices)} {hint}".rstrip())
         self.kind, self.name, self.choices = kind, name, choices
 

@@ -174,7 +174,7 @@ def api() -> Iterator[str]:
     names = (
         "Policy", "Spec", "Language", "Backend", "CompiledGrammar", "Matcher", "Tabulated", "Tables", "pack", "unpack", "mask_words",
         "Vocabulary", "Lark", "JsonSchema", "Compilation", "compiled", "ThinkingMarkers", "FunctionCalls", "CallFormat", "Call",
-        "Written", "spec_of_library",
+        "ParsedAnswer", "spec_of_library",
     )  # fmt: skip
     yield from section("decoders.constraints", {n: getattr(constraints, n) for n in names})
     yield from section(

@@ -367,7 +367,7 @@ def _method(
     if configured.grammar is not None:
         arguments["grammar"] = configured.grammar
     elif resolved is not None and resolved.needs_grammar:
-        impossible = impossible or f"needs a grammar: {name}[grammar=json], say"
+        impossible = impossible or f"needs a grammar, such as {name}[grammar=json]"
     # The traits are read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
     takes = resolved.takes_assistant if resolved else any(cls.takes_assistant for cls in classes)

@@ -249,8 +249,7 @@ def _hub() -> str:
 def _load_error(kind: str, name: str, error: Exception, options: Mapping[str, bool]) -> ModelLoadError:
     if options:
         return ModelLoadError(
-            f"{kind} {name!r} cannot be loaded: it is not a folder here, {_hub()} cannot be reached, and the hub's "
-            "cache does not have it"
+            f"{kind} {name!r} cannot be loaded: no folder is here, {_hub()} cannot be reached, and the hub's cache lacks it"
         )
     folder = Path(name)
     if (folder / _CONFIGS[0]).is_file() and not any(

@@ -26,7 +26,7 @@ def new_plugin(
     strategy = name.replace("-", "_")
     if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", strategy):
         raise PluginError(
-            f"{name!r} is not a name of a strategy: small letters and digits with _ between them, such as my_idea"
+            f"{name!r} is not a name of a strategy: use small letters and digits with _ between them, such as my_idea"
         )
     taken = {item["name"]: item["provider"] for item in catalogue("strategies")}
     if strategy in taken:

@@ -6,7 +6,7 @@
 from ..common import library
 from .auto import Auto
 from .base import Backend, CompiledGrammar, Language, Matcher, Tables, Tabulated, mask_words, pack, unpack
-from .call_formats import FORMATS, Call, CallFormat, Written
+from .call_formats import FORMATS, Call, CallFormat, ParsedAnswer
 from .calls import Called, CallSpec
 from .coerce import TYPES, as_spec, as_specs, full_name, spec_of_file, spec_of_library, type_names, unknown_grammar
 from .compiling import Compilation, compiled
@@ -28,7 +28,7 @@ __all__ = [
     "BUILT_IN", "FORMATS", "After", "Auto", "Backend", "Call", "CallFormat", "CallSpec", "Called", "Calls", "Compilation",
     "CompiledGrammar", "FunctionCalls", "JsonSchema", "LLGuidance", "Language", "Lark", "LazyMasks", "MISSPELT", "Matcher",
     "Policy", "Regex", "Spec", "TYPES", "Table", "TableGrammar", "Tables", "Tabulated", "Tagged", "TaggedGrammar", "Thinking",
-    "ThinkingMarkers", "TokenTable", "Vocabulary", "Written", "after", "as_spec", "as_specs", "choice", "compiled", "full_name",
+    "ThinkingMarkers", "TokenTable", "Vocabulary", "ParsedAnswer", "after", "as_spec", "as_specs", "choice", "compiled", "full_name",
     "grammar", "json_schema", "library", "mask_words", "pack", "refuse_invalid", "regex", "spec_of_file", "spec_of_library",
     "tagged", "type_names", "unknown_grammar", "unpack",
 ]  # fmt: skip

@@ -147,7 +147,7 @@ class CallFormat:
 
     def read(
         self, text: str, functions: Mapping[str, Kinds | None], ended: bool = True, known: dict[int, Progress] | None = None
-    ) -> Written:  # fmt: skip
+    ) -> ParsedAnswer:  # fmt: skip
         """Parses a growing text into the text in front of the calls, and the calls.
 
         Args:
@@ -160,11 +160,11 @@ class CallFormat:
         place = self._begins(text)
         if place is None:
             if ended:
-                return Written(text)
+                return ParsedAnswer(text)
             if not trigger:
-                return Written("" if head[:1] in ("", "{") else text)
+                return ParsedAnswer("" if head[:1] in ("", "{") else text)
             triggers = [trigger, *(opening.rstrip() for opening, _ in self.also)]
-            return Written(text[: len(text) - unfinished(text, triggers)].rstrip())
+            return ParsedAnswer(text[: len(text) - unfinished(text, triggers)].rstrip())
         before, calls = text[:place].rstrip(), list[Call]()
         while (found := self._head.search(text, place)) is not None:
             groups = found.groupdict()
@@ -181,7 +181,7 @@ class CallFormat:
             if own.end is None or self.between is None:
                 break
             place = own.end
-        return Written(text if ended and not calls else before, tuple(calls))
+        return ParsedAnswer(text if ended and not calls else before, tuple(calls))
 
     def _begins(self, text: str) -> int | None:
         """The index where calls begin in `text`; None if there are none yet."""
@@ -210,8 +210,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A parsed text.
+class ParsedAnswer:
+    """An answer that may contain calls, parsed.
 
     Attributes:
         text: the text in front of the calls. While the text grows, an end that may become part of a call is left out.

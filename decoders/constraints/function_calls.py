@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from .call_formats import CallFormat, Written
+from .call_formats import CallFormat, ParsedAnswer
 from .calls import Called, CallSpec
 from .schemas.kinds import Kinds
 from .specs import Spec
@@ -55,7 +55,7 @@ class FunctionCalls:
             return Calls(self.functions, self.format, self.required, several)
         return CallSpec(self.functions, self.format, alone=False, several=several, text=text)
 
-    def read(self, text: str, ended: bool = True, known: dict[int, Any] | None = None) -> Written:
+    def read(self, text: str, ended: bool = True, known: dict[int, Any] | None = None) -> ParsedAnswer:
         """Parses a growing answer: the text in front of the calls, and the calls.
 
         Args:

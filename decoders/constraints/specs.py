@@ -118,9 +118,7 @@ class Lark(Spec):
             hint = " This looks like GBNF or BNF: write `name: …` for `name ::= …`." if "::=" in self.text else ""
             raise GrammarError(f"{self.name} has no rule `start: …`, with which every text begins.{hint}", "start")
         if any("\ud800" <= character <= "\udfff" for character in self.text):
-            raise GrammarError(
-                f"{self.name!a} contains half of a surrogate pair, which is not a character: remove it", "surrogate"
-            )
+            raise GrammarError(f"{self.name!a} contains half of a surrogate pair: remove it", "surrogate")
 
     @property
     def name(self) -> str:
@@ -159,11 +157,7 @@ class Choice(Spec):
             )
         for place, text in enumerate(self.texts):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise GrammarError(
-                    f"choice: {text!r} contains half of a surrogate pair, which is not a character: remove it",
-                    "choice",
-                    f"$[{place}]",
-                )
+                raise GrammarError(f"choice: remove half of a surrogate pair from {text!r}", "choice", f"$[{place}]")
 
     @cached_property
     def whole(self) -> str:
@@ -309,11 +303,7 @@ class JsonSchema(Spec):
                     raise
                 dropped.append(cause)
         if not rules:
-            raise GrammarError(
-                "no value is valid under this schema, or the grammar cannot write the valid values: check what "
-                "allOf, enum and bounds exclude",
-                path="$",
-            )
+            raise GrammarError("no value that a grammar can express is valid under this schema", path="$")
         return rules, dropped, [*writer.warnings, *dict.fromkeys(ignored(normaliser.places))]
 
     def _read(self, dropped: Iterable[tuple[str, str]]) -> tuple[Normaliser, Node]:

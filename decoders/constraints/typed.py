@@ -21,7 +21,7 @@ from .python_types import readable, translated
 from .schemas.formats import FORMATS
 from .specs import JsonSchema
 
-_WARNING = "What the type asks for beyond its schema (validators, say) is left to the validation of the finished text."
+_WARNING = "The schema cannot express all conditions of the type: the finished text is checked for them."
 
 #: Kinds of Pydantic's core schemas, each with the conditions (keys) that its JSON schema covers. If a core schema has another kind or
 #: condition, perhaps from a later version of Pydantic, the type itself validates the finished text.

@@ -54,7 +54,7 @@ class CostPoint(_Stored):
 
     Attributes:
         rows: number of rows.
-        context: number of tokens per row that attention looks back at.
+        context: number of tokens per row that attention reads.
         nodes: number of nodes of the block per row, root included.
         compiled: whether the step ran compiled.
         seconds: median duration of several steps: forward pass, verification and commit.

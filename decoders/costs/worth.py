@@ -60,15 +60,15 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
 
 
 #: Share of a call's time for trying a drafter whose drafts do not pay: if there are several drafters, and if it is the only one.
-LOOKING, LOOKING_ALONE = 0.005, 0.02
+TRYING, TRYING_ALONE = 0.005, 0.02
 #: Weight of the newest draft in the mean net gain.
-LOOK_WEIGHT = 1 / 8
+TRIAL_WEIGHT = 1 / 8
 #: Golden ratio: its first n multiples modulo one are spread evenly, for any n.
 GOLDEN = 0.6180339887498949
 
 
 @dataclass
-class Looks:
+class Trials:
     """Decides when to call a drafter: in every step while drafts pay, otherwise less and less often.
 
     Attributes:
@@ -98,16 +98,16 @@ class Looks:
     def judge(self, net: float, longest: int) -> None:
         """Updates `net` and `wait`. net: a draft's gain minus its price, in tokens; longest: upper bound of the mean wait, in steps."""
         self.count += 1
-        self.net = net if self.net is None else self.net + LOOK_WEIGHT * (net - self.net)
+        self.net = net if self.net is None else self.net + TRIAL_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
-def affordable(share: float, longest: int, looking: float = LOOKING) -> int:
-    """Returns how many steps to wait between drafts, so that drafting takes the share `looking` of the time; at most `longest`.
+def affordable(share: float, longest: int, trying: float = TRYING) -> int:
+    """Returns how many steps to wait between drafts, so that drafting takes the share `trying` of the time; at most `longest`.
 
     share: duration of a draft relative to a step.
     """
-    return min(math.ceil(share / looking), longest)
+    return min(math.ceil(share / trying), longest)
 
 
 def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
@@ -145,7 +145,7 @@ class DraftWorth:
         self._costs = costs
         self._ends = ends
         self._drafting: float | None = None  # seconds of a draft
-        self._looks, self._waited = Looks(), 0
+        self._trials, self._waited = Trials(), 0
 
     def rebatch(self, sources: Sequence[int]) -> None:
         """Adapts to rows that joined or left the batch. sources: the former index of each row, -1 for a new row."""
@@ -158,7 +158,7 @@ class DraftWorth:
         costs = self._costs()
         if self._drafting is None or not costs.known:
             return True
-        return self._looks.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT, LOOKING_ALONE))
+        return self._trials.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT, TRYING_ALONE))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
         """Returns how many draft tokens to verify, so that the step has the most tokens per second.
@@ -192,7 +192,7 @@ class DraftWorth:
             plain = costs.step(1)
             active = sum(count > 0 for count in emitted)
             net = sum(emitted) - active - active / plain * (drafting + max(seconds - plain, 0.0))
-            self._looks.judge(net, LONGEST_WAIT)
+            self._trials.judge(net, LONGEST_WAIT)
 
     def follow(self, written: Sequence[Sequence[int]]) -> None:
         """Judges the step's draft by `written`, the new tokens of every row."""

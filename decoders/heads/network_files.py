@@ -253,9 +253,7 @@ def read_tensors(path: Path, owner: str) -> dict[str, Tensor]:
     except Exception as error:  # readers raise errors of many kinds for damaged files
         raise SettingsError(f"{owner}: {path} cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise SettingsError(
-            f"{owner}: {path} holds a {type(state).__name__}, which is not a mapping of names to tensors"
-        )
+        raise SettingsError(f"{owner}: {path} must hold a mapping of names to tensors, not a {type(state).__name__}")
     return state
 
 

@@ -332,7 +332,7 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, ca
         raise InputError(f"input_ids must be {' or '.join(map(str, ID_TYPES))}, not {input_ids.dtype}")
     if not input_ids.numel():
         raise ContextLengthError(
-            f"input_ids are empty, {list(input_ids.shape)}: give every row at least one token (the BOS token, say)"
+            f"input_ids are empty, {list(input_ids.shape)}: give every row at least one token, such as the BOS token"
         )
     vocabulary = embeddings_of(model)
     low, high = (int(value) for value in torch.aminmax(input_ids))
@@ -352,7 +352,7 @@ def _check_mask(mask: Any, input_ids: Tensor, cached: int) -> None:
     rows, count = input_ids.shape
     if mask.shape not in ((rows, count), (rows, cached + count)):
         wanted = (
-            f"it takes {[rows, count]}, or {[rows, cached + count]} with past_key_values"
+            f"it must be {[rows, count]}, or {[rows, cached + count]} with past_key_values"
             if cached
             else "shapes must be equal"
         )
@@ -402,11 +402,10 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
     """
     longest, context = max(len(p) for p in prompts), context_length(model)
     if min(len(p) for p in prompts) == 0:
-        raise ContextLengthError("a prompt is empty: give every row at least one token (the BOS token, say)")
+        raise ContextLengthError("a prompt is empty: give every row at least one token, such as the BOS token")
     if longest > context:
         raise ContextLengthError(
-            f"a prompt has {longest} tokens, and the model's context is {context}: shorten the prompt, or use a "
-            "model with a longer context"
+            f"a prompt has {longest} tokens, and the model's context is {context}: shorten the prompt, or use a model with more"
         )
     if longest + max(new_tokens - 1, 0) > context:
         raise ContextLengthError(

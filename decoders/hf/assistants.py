@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..common.checkpoints import absent, load_model
 from ..drafters import OtherVocabulary
 from ..engine.decode.engine import Engine
-from ..engine.model.layout import refuse_unfit, vocabulary_of
+from ..engine.model.layout import number_of_logits, refuse_unfit
 from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
 from ..engine.model.weights.state import values_of
 from ..errors import UnsupportedError
@@ -170,8 +170,7 @@ class CallAssistants:
             return engine
         if model.device != target.device:
             raise UnsupportedError(
-                f"the draft model is on {model.device}, the target on {target.device}: move one of them: "
-                f"draft.to({str(target.device)!r})"
+                f"the draft model is on {model.device}, the target on {target.device}: call draft.to({str(target.device)!r})"
             )
         precision = Precision(draft_scheme(self.runtime), exact_products=engine.precision.exact_products)
         known = self.kept.engine(model, engine.attention, precision)
@@ -240,7 +239,7 @@ def check_vocabulary(
             if difference is not None:
                 raise UnsupportedError(difference)
         return
-    sizes = [vocabulary_of(model) for model in (target, draft) if model.get_output_embeddings() is not None]
+    sizes = [number_of_logits(model) for model in (target, draft) if model.get_output_embeddings() is not None]
     if len(sizes) < 2:
         return  # the engine refuses a model without a head
     least, most = sorted(sizes)

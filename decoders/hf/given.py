@@ -76,9 +76,7 @@ def beginning_of(
     soft = SoftPrompt.of(wrapper)
     if len(given) + (soft is not None) > 1:
         names = " and ".join([*given, *([soft.name] if soft is not None else [])])
-        raise SettingsError(
-            f"give only one of {names}, because a prompt begins with one of them (cache is the newer name of past_key_values)"
-        )
+        raise SettingsError(f"give only one beginning, not {names} (cache is the newer name of past_key_values)")
     beginning: Beginning | None = soft
     for name, value in given.items():
         beginning = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
@@ -160,8 +158,7 @@ class Embeddings(Beginning):
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape != value.shape[:2]:
             raise InputError(
-                f"attention_mask is {list(mask.shape)} and inputs_embeds are {list(value.shape)}: attention_mask "
-                f"must be {list(value.shape[:2])}"
+                f"attention_mask is {list(mask.shape)} and inputs_embeds {list(value.shape)}: a mask must be {list(value.shape[:2])}"
             )
         return Embeddings(value.to(model.device, model.dtype))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints import MISSPELT, Compilation, CompiledGrammar, Spec, Thinking, Vocabulary, as_specs, compiled
-from ..engine.model.layout import vocabulary_of as logits_of
+from ..engine.model.layout import number_of_logits
 from ..errors import GrammarError, UnsupportedError
 from ..registry.resolve import resolve_backend, resolve_grammar
 from ..report import GrammarUse
@@ -49,7 +49,7 @@ class Grammars:
         """
         if given is None and thinking is None:
             return Grammars()
-        size, budget = logits_of(model), Thinking.of(thinking) if thinking is not None else None
+        size, budget = number_of_logits(model), Thinking.of(thinking) if thinking is not None else None
         grammars: list[CompiledGrammar | None] = []
         uses: list[GrammarUse | None] = []
         vocabulary: Vocabulary | None = None

@@ -24,7 +24,7 @@ from ..common.transformers_compat import without_position_ids
 from ..engine.decode.engine import Engine
 from ..engine.decode.output import RequestOutput
 from ..engine.decode.request import Models, Request, Returned, Sampling, Stopping
-from ..engine.model.layout import vocabulary_of
+from ..engine.model.layout import number_of_logits
 from ..errors import SettingsError, UnsupportedError
 from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy
@@ -252,7 +252,7 @@ def prepared_by_transformers(
         stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Preparation]:  # fmt: skip
         mask = model_kwargs.get("attention_mask")
-        padded = PaddedPrompts(input_ids, mask, vocabulary_of(model))
+        padded = PaddedPrompts(input_ids, mask, number_of_logits(model))
         return input_ids, mask, Preparation.of(logits_processor, stopping_criteria, generation_config, padded)
 
     arguments = {name: value for name, value in options.arguments.items() if name not in _HANDLED}

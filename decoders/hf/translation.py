@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..constraints import Vocabulary
-from ..engine.model.layout import vocabulary_of
+from ..engine.model.layout import number_of_logits
 from ..errors import UnsupportedError
 from .attached import GETSTATE
 
@@ -49,7 +49,7 @@ def token_map(
     draft: PreTrainedModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> TokenMap:  # fmt: skip
     """The map from the target's to the draft model's tokens. Raises UnsupportedError if the bytes of tokens are unknown."""
-    size, draft_size = vocabulary_of(target), vocabulary_of(draft)
+    size, draft_size = number_of_logits(target), number_of_logits(draft)
     try:
         own, other = Vocabulary.of(tokenizer, size, []), Vocabulary.of(draft_tokenizer, draft_size, [])
     except UnsupportedError as error:
@@ -88,7 +88,7 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
     head, embedding = draft.get_output_embeddings(), draft.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
         raise UnsupportedError("a draft model with another vocabulary must have an nn.Embedding and an nn.Linear head")
-    size = vocabulary_of(target)
+    size = number_of_logits(target)
     if tokens.shared < LEAST_SHARED:
         raise UnsupportedError(
             f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft with "

@@ -19,8 +19,7 @@ from ..engine.decode.call import decode
 from ..engine.decode.engine import TEXTS, Engine, MemoryKey
 from ..engine.decode.output import RequestOutput
 from ..engine.model.call_lock import CallLock
-from ..engine.model.layout import refuse_capture, refuse_unfit
-from ..engine.model.layout import vocabulary_of as logits_of
+from ..engine.model.layout import number_of_logits, refuse_capture, refuse_unfit
 from ..engine.model.ranks import Ranks
 from ..engine.model.weights.quantization import Precision, scheme_of
 from ..errors import SettingsError, UnsupportedError
@@ -203,7 +202,7 @@ class Generate:
         """
         options = Options.read({"strategy": "autoregressive", "decoders_config": config}, None)
         assert options is not None
-        vocabulary = vocabulary_of(self.tokenizer, logits_of(self.model), stops)
+        vocabulary = vocabulary_of(self.tokenizer, number_of_logits(self.model), stops)
         return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
@@ -316,7 +315,7 @@ class Generate:
             tokens = array("i", self.tokenizer(text, add_special_tokens=False)["input_ids"])
         else:
             raise SettingsError("remember() reads texts with a tokenizer: decoders.enable(model, tokenizer=…)")
-        size = logits_of(self.model)
+        size = number_of_logits(self.model)
         if not all(0 <= token < size for token in tokens):
             raise SettingsError(f"texts[{number}] has token ids that the model does not have: they are 0 to {size - 1}")
         return tokens

@@ -99,7 +99,7 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
     except FileNotFoundError as error:
         odd = next((piece.strip() for piece in chosen.split(",") if piece.strip() not in known), chosen)
         raise SettingsError(
-            f"--prompts {chosen!r} is not a file, and {odd!r} is not a kind of prompts. {suggest(odd, known)}"
+            f"--prompts {chosen!r} is not a file, and {odd!r} not a kind. {suggest(odd, known)}"
         ) from error
     except (OSError, ValueError) as error:
         raise SettingsError(f"--prompts {chosen!r} cannot be read: {error}") from error
@@ -157,7 +157,7 @@ def _prompt(item: Any, kind: str) -> tuple[str, Content]:
         SettingsError: the line has neither a text nor messages.
     """
     if not isinstance(item, dict) or not ("messages" in item or "text" in item):
-        raise SettingsError(f"a line has a text, or messages, unlike {shortened(repr(item))}")
+        raise SettingsError(f"a line must have a text, or messages, unlike {shortened(repr(item))}")
     return item.get("kind", kind), _checked(item.get("messages", item.get("text")))
 
 
@@ -171,4 +171,4 @@ def _checked(content: Any) -> Content:
             return messages
     except (KeyError, TypeError):
         pass
-    raise SettingsError(f"a prompt is a text, or messages with role and content, not {shortened(repr(content))}")
+    raise SettingsError(f"a prompt must be a text, or messages with role and content, not {shortened(repr(content))}")

@@ -38,9 +38,7 @@ def read_template(path: Path) -> str:
             f"--chat-template {path} is not text in UTF-8: {error.reason} at byte {error.start}"
         ) from error
     except TemplateSyntaxError as error:
-        raise SettingsError(
-            f"--chat-template {path} is not a template: line {error.lineno}: {error.message}"
-        ) from error
+        raise SettingsError(f"--chat-template {path} is invalid: line {error.lineno}: {error.message}") from error
     except Exception:  # a template may refuse a conversation without messages
         pass
     return text

@@ -77,12 +77,12 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
                 raise TypeError("a number")
         except (TypeError, ValueError, RuntimeError) as error:
             shown = repr(prompt) if len(repr(prompt)) <= 60 else f"a {type(prompt).__name__}"
-            raise InputError(f"a prompt is text, or token ids [P] or [1, P], not {shown}") from error
+            raise InputError(f"a prompt must be text, or token ids [P] or [1, P], not {shown}") from error
     refuse_meta("the prompt", ids)
     if ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1):
         raise InputError(
-            f"a prompt is text, or token ids [P] or [1, P], not {list(ids.shape)}: submit several one by one"
+            f"a prompt must be text, or token ids [P] or [1, P], not {list(ids.shape)}: submit several prompts one by one"
         )
     if not ids.numel():
-        raise ContextLengthError("the prompt is empty: give it at least one token (the BOS token, say)")
+        raise ContextLengthError("the prompt is empty: give it at least one token, such as the BOS token")
     return ids.reshape(1, -1)

@@ -125,7 +125,7 @@ def _text(line: InputLine) -> str:
     try:
         return line.text.encode(errors="surrogateescape").decode()
     except UnicodeDecodeError as error:
-        raise SettingsError(f"{line.place}: no UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise SettingsError(f"{line.place}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _loaded(line: InputLine, text: str) -> Any:

@@ -71,7 +71,7 @@ def generate_many(
     """
     if isinstance(prompts, str | bytes | Mapping):
         raise InputError(
-            f"prompts are several, in a list for example, not a {type(prompts).__name__}: put a single one into a list, [prompt]"
+            f"prompts must be a list or another iterable, not a {type(prompts).__name__}: put a single prompt into a list, [prompt]"
         )
     if errors not in ("raise", "keep"):
         raise SettingsError(f"errors must be 'raise' or 'keep', not {errors!r}")

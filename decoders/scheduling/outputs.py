@@ -232,9 +232,7 @@ def _shown(value: Any) -> str:
 def _opened(path: Path, name: Path) -> tuple[io.FileIO, bool]:
     """The file at `path`, locked, and whether it is new. name: the path in error messages."""
     if path.exists() and not path.is_file():
-        raise SettingsError(
-            f"{name} is not a regular file, so that a run could not go on with it: name another --output"
-        )
+        raise SettingsError(f"{name} is not a regular file, so no run could continue it: name another --output")
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         new = not path.exists()

@@ -141,9 +141,7 @@ async def _answered(
         try:
             return start(service, body, arrival)
         except RecursionError as error:
-            raise Refusal(
-                400, "a value in the body is nested too deeply: take fewer levels", code="invalid_value"
-            ) from error
+            raise Refusal(400, "a value in the body is nested too deeply", code="invalid_value") from error
 
     def begin(content: bytes) -> B | Answer:
         service.limits.check_values(content)

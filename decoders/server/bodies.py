@@ -71,9 +71,7 @@ class Part(BaseModel):
             return given
         if len(given) > MOST_FIELDS:
             raise PydanticCustomError(
-                "too_many_fields",
-                "an object has {count} fields; the limit is {most}",
-                {"count": len(given), "most": MOST_FIELDS},
+                "too_many_fields", f"an object has {{count}} fields; the limit is {MOST_FIELDS}", {"count": len(given)}
             )
         known = cls.model_fields.keys() | cls.instead.keys()
         return {name: value for name, value in given.items() if value is not None or name not in known}

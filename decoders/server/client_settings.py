@@ -41,9 +41,7 @@ class ClientSettings:
                 name, limits = _read(text)
                 self.named[name] = limits
         if "none" in given and len(given) > 1:
-            raise SettingsError(
-                "--client-settings none takes no other settings beside it, because it lets clients set nothing"
-            )
+            raise SettingsError("--client-settings none lets clients set nothing: leave the others out")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
         """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that has a value outside of
@@ -108,8 +106,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
         )
     if name in OPERATORS:
         raise SettingsError(
-            f"--client-settings {text}: clients may not set {name}, because it names a file or a model, or contains "
-            "settings that may do so"
+            f"--client-settings {text}: {name} names a file or a model, or contains settings that may do so"
         )
     if not equals:
         return (cls.name, name), None

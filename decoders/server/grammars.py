@@ -14,8 +14,8 @@ from ..constraints import (
     FunctionCalls,
     JsonSchema,
     Lark,
+    ParsedAnswer,
     Spec,
-    Written,
     choice,
     library,
     regex,
@@ -122,9 +122,7 @@ class Calling:
             raise Refusal(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
-            raise Refusal(
-                400, f"each tool needs its own name, not {', '.join(names)}", param="tools", code="invalid_value"
-            )
+            raise Refusal(400, f"tools must have different names, not {names}", param="tools", code="invalid_value")
         if choice == "none":
             return None
         mode: str = "auto"
@@ -149,7 +147,7 @@ class Calling:
         assert not isinstance(text, CompiledGrammar)
         return self._calls.spec(text)
 
-    def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> Written:
+    def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> ParsedAnswer:
         """Parses a growing answer and returns its text and its calls.
 
         Args:

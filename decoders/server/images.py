@@ -37,9 +37,7 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
     if not isinstance(url, str) or not url.startswith("data:"):
         shown = f"not {url[:40]!r}" if isinstance(url, str) else 'in {"image_url": {"url": …}}'
         raise wrong(
-            param,
-            f"an image must be a data URL (data:image/png;base64,…), since nothing is fetched, {shown}",
-            INVALID,
+            param, f"an image must be a data URL (data:image/png;base64,…): nothing is fetched, {shown}", INVALID
         )
     head, _, content = url.partition(",")
     try:

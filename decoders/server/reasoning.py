@@ -15,7 +15,7 @@ from .texts import Spelling
 
 
 @dataclass(frozen=True)
-class Part:
+class TurnPart:
     """A part of the text of an assistant's turn.
 
     Attributes:
@@ -78,7 +78,7 @@ class Reasoning:
         """The value of ``thinking=`` in calls of ``generate``: the markers, and the budget of tokens."""
         return {"tokens": self.budget, "begin": self.markers.begin, "end": self.markers.end}
 
-    def parts(self, text: str, ended: bool) -> list[Part]:
+    def parts(self, text: str, ended: bool) -> list[TurnPart]:
         """The thoughts and answers in a growing text, in order.
 
         Text that may become a marker is left out until the text has `ended`.
@@ -87,21 +87,21 @@ class Reasoning:
         if self.markers.closing is not None:
             given = len(begin) if self.open else 0
             parts = _messages(begin[:given] + text, ended)
-            return [Part(each.kind, each.text, each.begin - given, max(each.first - given, 0)) for each in parts]
+            return [TurnPart(each.kind, each.text, each.begin - given, max(each.first - given, 0)) for each in parts]
         head = text.lstrip() if self.open is None else text
         if self.open is None:
             if not ended and any(each.startswith(head) and each != head for each in (begin, end)):
                 return []
             if not head.startswith(begin):
-                return [Part("answer", text, 0, 0)]
+                return [TurnPart("answer", text, 0, 0)]
             head = head[len(begin) :]
         place = head.find(end)
         until = place if place >= 0 else len(head) if ended else len(head) - unfinished(head, [end])
         thought = head[:until].lstrip("\n")
-        parts = [Part("thought", thought, len(text) - len(head) + until - len(thought), 0)]
+        parts = [TurnPart("thought", thought, len(text) - len(head) + until - len(thought), 0)]
         if place >= 0:
             answer = head[place + len(end) :].lstrip("\n")
-            parts.append(Part("answer", answer, len(text) - len(answer), len(text) - len(answer)))
+            parts.append(TurnPart("answer", answer, len(text) - len(answer), len(text) - len(answer)))
         return parts
 
 
@@ -109,13 +109,13 @@ _FIRST, _HEAD_END, _ENDS = "<|start|>assistant", "<|message|>", ("<|end|>", "<|c
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
-def _messages(text: str, ended: bool) -> list[Part]:
+def _messages(text: str, ended: bool) -> list[TurnPart]:
     """The messages of a text in the harmony format, as parts. A part that is a call also contains the message's header."""
-    parts = list[Part]()
+    parts = list[TurnPart]()
     if not ended and text in ("", "<"):
         return []
     if not text.startswith("<|"):  # the text has no harmony messages
-        return [Part("answer", text, 0, 0)]
+        return [TurnPart("answer", text, 0, 0)]
     first = 0
     while (place := text.find(_HEAD_END, first)) >= 0:
         head, begin = text[first:place], place + len(_HEAD_END)
@@ -127,11 +127,11 @@ def _messages(text: str, ended: bool) -> list[Part]:
         if kind == "answer":
             marker = head.find(f"{_FIRST}<")
             begin = first + (marker + len(_FIRST) if marker >= 0 else 0)
-        parts.append(Part(kind, text[begin:until], begin, first))
+        parts.append(TurnPart(kind, text[begin:until], begin, first))
         if end is None:
             break
         first = end.end()
-    return parts if parts or not ended else [Part("answer", text, 0, 0)]
+    return parts if parts or not ended else [TurnPart("answer", text, 0, 0)]
 
 
 def _kind(head: str) -> Literal["thought", "answer", "text"]:

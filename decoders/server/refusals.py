@@ -185,9 +185,7 @@ def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
     param, name = ".".join(place) or None, place[-1] if place else ""
     more = f" ({count - 1} more)" if count > 1 and error["type"] == "extra_forbidden" else ""
     if error["type"] == "json_invalid":
-        return Refusal(
-            400, f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
-        )
+        return Refusal(400, f"the body is not JSON: {error['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
     if error["type"] == "extra_forbidden":
         if len(place) == 1 and name in kind.instead:
             return Refusal(

@@ -293,7 +293,7 @@ def _content(content: Any, place: str, images: bool = False) -> str | list[dict[
         text = part.get(_TEXTS.get(kind)) if isinstance(kind, str) else None
         if not isinstance(text, str):
             read = "text and input_image" if images else "text"
-            message = f"only parts of {read} are read, not {shortened(repr(kind))}"
+            message = f"only parts of {read} are supported, not {shortened(repr(kind))}"
             raise wrong(f"{place}.{number}", message, "unsupported_content")
         parts.append({"type": "text", "text": text})
     return parts if any(part["type"] == "image_url" for part in parts) else "".join(part["text"] for part in parts)

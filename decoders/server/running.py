@@ -55,12 +55,7 @@ def most_connections(wanted: int) -> int:
         return wanted
     most = max(min(wanted, limit - used - BACKLOG - SPARE_DESCRIPTORS), 1)
     if most < wanted:
-        log.warning(
-            "the limit of %d file descriptors allows %d connections, not %d: raise it with ulimit -n",
-            limit,
-            most,
-            wanted,
-        )
+        log.warning("ulimit -n is %d: this allows %d connections, not %d. Raise it", limit, most, wanted)
     return most
 
 

@@ -10,7 +10,7 @@ from ..constraints import Call
 from .answers import Growing, TextToken, joined
 from .grammars import Calling
 from .histories import JOINT
-from .reasoning import Part, Reasoning
+from .reasoning import Reasoning, TurnPart
 from .texts import Span
 
 
@@ -92,7 +92,7 @@ class Turn:
         if self._reasoning is not None:
             parts = self._reasoning.parts(self._written, ended)
         else:
-            parts = [Part("answer", self._written, 0, 0)]
+            parts = [TurnPart("answer", self._written, 0, 0)]
         pieces, calls = list[Piece](), list[Call]()
         for number, part in enumerate(parts):
             text = part.text

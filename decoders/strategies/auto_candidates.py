@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..costs import Looks, StepCosts, affordable, mean_seconds
+from ..costs import StepCosts, Trials, affordable, mean_seconds
 from ..errors import SettingsError, UnsupportedError
 from ..strategy import Context, PromptChunk, Sequences, Step, Strategy, check_draft
 from .merged import layers_of_part
 
-#: A drafter is cheap if `auto` can afford its draft at least every CHEAP_WAIT steps. Even the dearest drafter waits at most
-#: DEAREST_WAIT steps on average.
-CHEAP_WAIT, DEAREST_WAIT = 4, 256
+#: A drafter is cheap if `auto` can afford its draft at least every CHEAP_WAIT steps. Even the most expensive drafter waits at most
+#: LONGEST_WAIT steps on average.
+CHEAP_WAIT, LONGEST_WAIT = 4, 256
 #: A drafter with the trait `misses_steps` may skip `observe`. It skips the steps between its drafts if it is asked less often than
 #: every UNTAUGHT steps.
 UNTAUGHT = 16
@@ -34,15 +34,15 @@ class Experience:
         cost: mean seconds of a run; for a limited drafter (:class:`Candidate`), mean seconds per level of its draft.
         learning: mean seconds of `observe` for a drafter that may miss steps, otherwise 0.
         lost: seconds lost in trials, over all calls. A trial is a run while the drafter brings no gain. Several calls together can
-            afford a trial that is too dear for one call.
-        looks: decides from the gains of past drafts how often the drafter is asked.
+            afford a trial that is too expensive for one call.
+        trials: decides from the gains of past drafts how often the drafter is asked.
     """
 
     runs: int = 0
     cost: float = 0.0
     learning: float = 0.0
     lost: float = 0.0
-    looks: Looks = field(default_factory=Looks)
+    trials: Trials = field(default_factory=Trials)
 
 
 class Candidate:
@@ -91,12 +91,12 @@ class Candidate:
         """
         known = self.experience
         cost = known.cost + known.learning
-        most = affordable(rate * cost, DEAREST_WAIT)
+        most = affordable(rate * cost, LONGEST_WAIT)
         if self.limited:  # `due` is called only if no draft depth is worth its time, so this draft is a trial
             due = self._waited >= most
         else:
-            due = (self._patience > 0 and most <= CHEAP_WAIT) or known.looks.due(self._waited, most)
-            if known.looks.pays:
+            due = (self._patience > 0 and most <= CHEAP_WAIT) or known.trials.due(self._waited, most)
+            if known.trials.pays:
                 return due
         price, share = (cost, LOOKS_SHARE) if known.runs else (self._first_price, FIRST_SHARE)
         return due and known.lost + price <= share * seconds
@@ -144,7 +144,7 @@ class Candidate:
 
     def observe(self, step: Step, own_nodes: int) -> None:
         """Passes a verified step to the drafter's `observe`, unless the drafter may miss it and is rarely asked (:data:`UNTAUGHT`)."""
-        rarely_asked = not self.requested_depth and self.experience.looks.wait >= UNTAUGHT
+        rarely_asked = not self.requested_depth and self.experience.trials.wait >= UNTAUGHT
         if not self._observes or (rarely_asked and self.strategy.misses_steps):
             return
         begun = self._clock()
@@ -165,8 +165,8 @@ class Candidate:
         """
         known = self.experience
         price = rate * (known.cost * self.requested_depth + known.learning + verifying)
-        known.looks.judge(benefit - price, DEAREST_WAIT)
-        if not known.looks.pays:
+        known.trials.judge(benefit - price, LONGEST_WAIT)
+        if not known.trials.pays:
             known.lost += max(price - benefit, 0.0) / rate
 
     def was_right(self) -> None:

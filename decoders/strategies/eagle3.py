@@ -195,5 +195,5 @@ def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) 
         )
     if files.head.embed_tokens is None and config.layer.hidden_size != width:
         raise SettingsError(
-            f"eagle3: the head in {folder} has no embedding of its own, and its hidden size is not the target's"
+            f"eagle3: the head in {folder} uses the target's embedding, but its hidden size is {config.layer.hidden_size}, not {width}"
         )

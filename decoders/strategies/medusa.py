@@ -192,8 +192,8 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
             f"medusa: the tree is {topology.max_depth} levels deep, deeper than {amount(config.heads, 'head')} can draft: give a tree "
             "of one level per head at most"
         )
-    if any(not 0 <= rank < config.vocab_size for _, rank in picks):
-        raise SettingsError(f"medusa: ranks in the tree must lie in 0 … {config.vocab_size - 1}")
+    if wrong := [rank for _, rank in picks if not 0 <= rank < config.vocab_size]:
+        raise SettingsError(f"medusa: ranks in the tree must lie in 0 … {config.vocab_size - 1}, not {wrong[0]}")
 
 
 def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

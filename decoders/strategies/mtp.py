@@ -74,7 +74,7 @@ class Mtp(ReadsFeatures):
         drafter = MtpDrafter(context, layers, depth, tree.children, tree.ahead)
         if tree.least_children > drafter.children:
             raise SettingsError(
-                f"mtp: a node has {tree.children} continuations; the vocabulary has {context.vocab_size}"
+                f"mtp: children must be at most {context.vocab_size}, the size of the vocabulary, not {tree.children}"
             )
         return FeatureState(drafter, tree)
 

@@ -71,12 +71,12 @@ class NgramTable:
             SettingsError: the vocabulary is too large for 64-bit keys, a token is outside of it, or there are no tokens to count.
         """
         if vocab_size**MAX_NGRAM >= 2**63:
-            raise SettingsError(f"n-grams of {vocab_size} different tokens do not fit 64 bits: at most 2097151")
+            raise SettingsError(f"n-grams need a vocabulary of at most 2097151 tokens, not {vocab_size}")
         pairs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(max_ngram)]
         for given, start in texts:
             text = given.to("cpu", torch.int64)
             if text.numel() and not 0 <= int(text.min()) <= int(text.max()) < vocab_size:
-                raise SettingsError(f"tokens {int(text.min())} to {int(text.max())} in a vocabulary of {vocab_size}")
+                raise SettingsError(f"tokens must be 0 … {vocab_size - 1}, not {int(text.min())} to {int(text.max())}")
             for context, kept in enumerate(pairs):
                 first = max(start, context)
                 window = [text[first - back : text.numel() - back] for back in range(1, context + 1)]
@@ -165,7 +165,7 @@ class NgramTable:
                 or not -1 <= int(followers.min()) <= int(followers.max()) < self.vocab_size
                 or int(counts.min()) < 0 or bool((keys.diff() <= 0).any())
             ):  # fmt: skip
-                raise SettingsError(f"n-gram table {path} is damaged: its {n}-grams do not hold together")
+                raise SettingsError(f"n-gram table {path} is damaged: its {n}-grams are inconsistent. Train it again")
 
 
 def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Tensor:

@@ -260,9 +260,8 @@ def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> Bloc
         or (given.lm_head is not None and not _same(given.lm_head.weight, output))
     ):
         raise SettingsError(
-            "dflash: training can continue from a draft model only if its shape and the layers that it reads are "
-            "those of the settings, "
-            "it has no causal layers or windows, and its embedding and output head are the target's"
+            "dflash: training continues from a draft model only if its shape and layers= are those of the settings, it has "
+            "no causal layers or windows, and its embedding and output head are the target's"
         )
     draft.load_state_dict(state)
     return draft.to(next(given.network.parameters()).device)

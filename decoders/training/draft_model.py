@@ -139,8 +139,7 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     whole = [key for key, value in draft.state_dict().items() if value.shape != state[key].shape]
     if whole:
         raise TrainingError(
-            f"{', '.join(whole)} of {type(model).__name__} have a part for each layer, so its layers cannot become "
-            "a draft model: try origin='scratch'"
+            f"{', '.join(whole)} of {type(model).__name__} have a part for each layer, so they cannot be cut: try origin='scratch'"
         )
     draft.load_state_dict(state)
     return draft.to(model.device)  # type: ignore[arg-type]

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Advance(Protocol):
+class AdvanceBar(Protocol):
     """Advances a progress bar by `count`, and shows `note` beside it."""
 
     def __call__(self, count: int, note: str = "") -> None: ...
 
 
 @contextmanager
-def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[Advance]:
+def progress_bar(console: Console | None, description: str, total: int, done: int = 0) -> Iterator[AdvanceBar]:
     """Yields a function that advances a progress bar from `done` to `total`. Shows no bar without a console, or without work left."""
     if console is None or done >= total:
         yield lambda count, note="": None

@@ -210,9 +210,7 @@ def check_length(model: PreTrainedModel, length: int) -> None:
     """Raises SettingsError if rows of `length` tokens are longer than the target's context."""
     context = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings")
     if isinstance(context, int) and length > context:
-        raise SettingsError(
-            f"the model reads at most {amount(context, 'token')}: length must be at most that, not {length}"
-        )
+        raise SettingsError(f"length must be at most {context}, the model's context, not {length}")
 
 
 def workplace(out: Path, resume: bool) -> Path:

@@ -79,7 +79,7 @@ class Learner(ABC):
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """The result of one optimizer step.
 
     Attributes:
@@ -157,7 +157,7 @@ class Trainer:
                     saved = time.monotonic()
         self.save(checkpoint)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[OptimizerStep]:
         """Trains to the end of the run, and yields the result of each step. Afterwards the model has the best weights."""
         run, model = self.run, self.learner.model
         model.train()
@@ -171,7 +171,7 @@ class Trainer:
                 scores = self.learner.scores()
                 self._note(fmean(scores))
             self.seconds += time.monotonic() - started
-            yield Step(self.step, loss.item(), scores)
+            yield OptimizerStep(self.step, loss.item(), scores)
         if self.best is not None:
             model.load_state_dict(self.best)
         model.eval()

@@ -90,9 +90,7 @@ class Topology:
         """Builds a tree from parent indices: ``[-1, 0, 1, 1]`` is a root, its child and two grandchildren."""
         offsets: list[int] = []
         if not parents or parents[0] != NO_PARENT:
-            raise DraftError(
-                f"node 0 is the root, so its parent must be -1; the parents begin with {list(parents)[:8]}"
-            )
+            raise DraftError(f"node 0 is the root: its parent must be -1; parents are {list(parents)[:8]}, …")
         for node, parent in enumerate(parents):
             if not NO_PARENT <= parent < max(node, 1):
                 raise DraftError(f"node {node} has parent {parent}: a parent must come before its child")

@@ -193,7 +193,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--set", "prefill_chunk=0"), "prefill_chunk"),
         (("-s", "prompt_lookup[compile=maybe]"), "true, false or auto"),
         (("--batch", "0"), "batch sizes such as 1,4"),
-        (("--prompts", "nowhere.txt"), "'nowhere.txt' is not a file, and 'nowhere.txt' is not a kind of prompts"),
+        (("--prompts", "nowhere.txt"), "'nowhere.txt' is not a file, and 'nowhere.txt' not a kind"),
         (("--set", "length=3"), "name the strategy too"),
         (("-s", "prompt_lokup"), "prompt_lookup"),
         (("-s", "prompt_lookup[length=3"), "a closing ']' is missing"),
@@ -201,7 +201,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--baseline", "transformers-static[3]"), "only transformers-assisted takes"),
         (("--baseline", "transfomers"), "Did you mean 'transformers'?"),
         (("--prompts", "code,random,poem"), "predictable, random"),
-        (("--prompts", "cpy,code"), "'cpy' is not a kind of prompts. Did you mean 'copy'?"),
+        (("--prompts", "cpy,code"), "'cpy' not a kind. Did you mean 'copy'?"),
         (("--suite", "specbench", "--data", "."), "Did you mean 'spec-bench'"),
         (("--suite", "gsm8k", "--prompts", "code"), "give either --suite with --data, or --prompts"),
         (("--data", "question.jsonl"), "give either --suite with --data, or --prompts"),
@@ -354,9 +354,9 @@ def test_prompts_are_read_with_messages_and_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"txt": "x"}', "a line has a text, or messages, unlike {'txt': 'x'}"),
-        ('"x"', "a line has a text, or messages, unlike 'x'"),
-        ('{"text": 5}', "a prompt is a text, or messages with role and content, not 5"),
+        ('{"txt": "x"}', "a line must have a text, or messages, unlike {'txt': 'x'}"),
+        ('"x"', "a line must have a text, or messages, unlike 'x'"),
+        ('{"text": 5}', "a prompt must be a text, or messages with role and content, not 5"),
         ('{"messages": ["x"]}', r"messages with role and content, not \['x'\]"),
         ('{"text": "x"}\n\n{"text": "x"', "mine.jsonl' cannot be read: line 3, column 13: Expecting"),
     ],
@@ -367,7 +367,7 @@ def test_a_line_that_is_no_prompt_is_told(line: str, said: str, tmp_path: Path) 
         read_prompts(str(tmp_path / "mine.jsonl"), 4)
 
 
-@pytest.mark.parametrize(("content", "said"), [("", "a prompt is empty"), (5, "a prompt is a text, or messages")])
+@pytest.mark.parametrize(("content", "said"), [("", "a prompt is empty"), (5, "a prompt must be a text, or messages")])
 def test_a_workload_needs_a_text(content: Any, said: str, tokenizer: Any) -> None:
     with pytest.raises(SettingsError, match=said):
         bench.workloads(tokenizer, [("first", "mine", "one"), ("second", "mine", content)])

@@ -649,10 +649,10 @@ def test_doctor_says_which_kernels_the_cpu_has_and_why_not_others(
     refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = cpu.Kernels("avx2", Path("kernels.so"), *[torch.add] * (len(fields(cpu.Kernels)) - 2))
-    monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(kernels, refused))
+    monkeypatch.setattr(cpu, "chosen", lambda: cpu.ChosenKernels(kernels, refused))
     (finding,) = doctor.cpu_kernels()
     assert finding.detail.startswith("avx2 (kernels.so)") and finding.status == ("warning" if refused else "ok")
-    monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(None, {"avx2": "no C++ compiler"}))
+    monkeypatch.setattr(cpu, "chosen", lambda: cpu.ChosenKernels(None, {"avx2": "no C++ compiler"}))
     (finding,) = doctor.cpu_kernels()
     assert (finding.status, finding.detail) == ("warning", "none: torch multiplies; avx2: no C++ compiler")
 

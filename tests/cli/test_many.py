@@ -85,7 +85,7 @@ def test_every_line_that_is_no_prompt_has_an_error_of_its_own(tmp_path: Path) ->
     assert [i["index"] for i in items] == list(range(len(lines)))
     assert items[0]["id"] == "\ud800" and items[4]["id"] == 4
     assert [i["index"] for i in items if "text" in i and i["index"] != 5] == [0, 8]
-    assert "in.jsonl, line 3: no JSON" in items[1]["error"]
+    assert "in.jsonl, line 3: not valid JSON" in items[1]["error"]
 
 
 def test_sampling_values_of_a_line_take_the_place_of_the_commands(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_recurrent_design_that_reads_more_of_a_token_than_its_embedding_is_ref
             return embed(self, inputs_embeds=inputs_embeds, **options)
 
     model.model.__class__ = LooksUpBesideToo
-    with pytest.raises(UnsupportedError, match="reads more of a token than its embedding"):
+    with pytest.raises(UnsupportedError, match="uses token ids besides embeddings"):
         decode(decoders.enable(model), vectors(model, 1), "prompt_lookup", max_new_tokens=4, decoders_config=EAGER)
 
 
@@ -173,7 +173,11 @@ def test_in_low_precision_no_step_runs_the_last_vector_again() -> None:
     [
         ({"inputs_embeds": torch.zeros(4, 32)}, InputError, r"\[rows, positions, width\].*float32 \[4, 32\]"),
         ({"inputs_embeds": [[1.0]]}, InputError, "not a list"),
-        ({"attention_mask": torch.ones(1, 3)}, InputError, r"inputs_embeds are \[1, 24, 32\]: attention_mask must be \[1, 24\]"),
+        (
+            {"attention_mask": torch.ones(1, 3)},
+            InputError,
+            r"inputs_embeds \[1, 24, 32\]: a mask must be \[1, 24\]",
+        ),
         ({"cache": "of three"}, SettingsError, "cache and inputs_embeds"),
         ({"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "inputs_embeds does not hold them"),
         ({"strategy": "speculative", "assistant_model": "a draft"}, UnsupportedError, "names no tokens for part of it"),

@@ -102,7 +102,7 @@ def test_sizes_too_far_apart_are_refused_unless_the_tokenizers_speak_for_them(ll
 )
 def test_beside_the_targets_tokenizer_heads_may_be_padded_by_a_part(monkeypatch, tokens, sizes, fits):
     target, draft = tiny_model("llama"), tiny_draft("llama")
-    monkeypatch.setattr(assistants, "vocabulary_of", lambda model: sizes[model is draft])
+    monkeypatch.setattr(assistants, "number_of_logits", lambda model: sizes[model is draft])
     tokenizer: Any = range(tokens)
     with nullcontext() if fits else pytest.raises(UnsupportedError, match="has another vocabulary"):
         check_vocabulary(target, draft, tokenizer, None)

@@ -74,7 +74,7 @@ def test_errors_are_raised_or_kept(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("prompts", ["abc", b"abc", {"prompt": "abc"}])
 def test_a_single_prompt_is_no_list_of_them(llama: PreTrainedModel, prompts: Any) -> None:
-    with pytest.raises(InputError, match=r"not a (str|bytes|dict): put a single one into a list"):
+    with pytest.raises(InputError, match=r"not a (str|bytes|dict): put a single prompt into a list"):
         decoders.generate_many(llama, prompts)
 
 
@@ -139,7 +139,9 @@ def test_lines_are_prompts_messages_or_plain_text(tmp_path: Path) -> None:
         {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "max_new_tokens": 3},
     ]  # fmt: skip
     for line, words in zip(
-        lines[3:], ["write", "not valid JSON", "not valid JSON: NaN", "the prompt holds half", "nested too deeply"], strict=True
+        lines[3:],
+        ["write", "not valid JSON", "not valid JSON: NaN", "the prompt holds half", "nested too deeply"],
+        strict=True,
     ):
         with pytest.raises(SettingsError, match=f"line {line.number + 2}: {words}"):
             parsed(line)
@@ -176,7 +178,7 @@ def test_plain_lines_keep_their_blanks_and_lose_their_ends_and_a_byte_order_mark
     path.write_bytes("\N{BOM}    return x \r\n \n\tα\n\xff\nlast".encode().replace(b"\xc3\xbf", b"\xff"))
     lines = list(input_lines(path))
     assert [parsed(line)["prompt"] for line in [*lines[:2], lines[3]]] == ["    return x ", "\tα", "last"]
-    with pytest.raises(SettingsError, match="line 4: no UTF-8"):
+    with pytest.raises(SettingsError, match="line 4: not UTF-8"):
         parsed(lines[2])
     assert len({line.mark for line in lines}) == 4
     path = tmp_path / "in.jsonl"

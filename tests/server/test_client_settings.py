@@ -50,7 +50,7 @@ def test_what_may_be_set(given: list[str], strategy: str, config: dict[str, Any]
         (["suffix.remember=10"], "MIN..MAX"),
         (["suffix.remember=5..2"], "MIN..MAX"),
         (["medusa.heads"], "names a file"),
-        (["none", "suffix.alpha"], "takes no other settings"),
+        (["none", "suffix.alpha"], "lets clients set nothing"),
     ],
 )
 def test_what_an_operator_gets_wrong_is_said(given: list[str], words: str) -> None:

@@ -84,7 +84,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     (CHAT, {"messages": HI, "functions": []}, 400, "functions", "use tools"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "needs tools"),
-    (CHAT, {"messages": HI, "tools": [TOOL, TOOL]}, 400, "tools", "its own name"),
+    (CHAT, {"messages": HI, "tools": [TOOL, TOOL]}, 400, "tools", "different names"),
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "run"}}}, 400, "tool_choice",
      "Choose from: walk"),
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": {"type": "function"}}, 400, "tool_choice.function", "missing"),
@@ -336,7 +336,7 @@ def test_a_template_that_refuses_is_quoted(served: Any, service_of: Any) -> None
 @pytest.mark.parametrize(
     "content, words",
     [
-        (b"{{ messages }}\n{% if %}", "bad.jinja is not a template: line 2: Expected an expression"),
+        (b"{{ messages }}\n{% if %}", "bad.jinja is invalid: line 2: Expected an expression"),
         (b"{% for m in messages %}", "line 1"),
         (b"\xff", "bad.jinja is not text in UTF-8"),
     ],

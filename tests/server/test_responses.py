@@ -238,7 +238,8 @@ def test_a_response_tells_which_tokens_were_drafted(client: Any) -> None:
         (said(TEXT, IMAGE | {"image_url": "https://a/b.png"}), "input.0.content.1", "nothing is fetched, not 'https://a"),
         (said(IMAGE | {"file_id": "file_1"}), "input.0.content.0", "not a file"),
         (said(IMAGE | {"image_url": "data:image/png;base64,AA=="}), "input", "text are supported, no images"),
-        (said(TEXT, {"type": "input_file", "file_data": "a"}), "input.0.content.1", "text and input_image are read, not 'input_file'"),
+        (said(TEXT, {"type": "input_file", "file_data": "a"}), "input.0.content.1", "text and input_image are "
+                                                                                    "supported, not 'input_file'"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": [IMAGE]}]}, "input.0.output.0", "'input_image'"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "walk"}]}, "input.0.arguments", "a text is needed"),
         ({"input": [], "instructions": None}, "input", "there is nothing to answer"),

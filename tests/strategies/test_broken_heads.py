@@ -122,7 +122,7 @@ def test_a_config_that_is_no_object_is_said_to_be(kind: str, text: str, folder_o
 def test_weights_that_are_none_are_said_to_be(content: Any, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("eagle3")
     torch.save(content, folder / "pytorch_model.bin")
-    refused("eagle3", folder, "not a mapping of names to tensors", "pytorch_model.bin")
+    refused("eagle3", folder, "must hold a mapping of names to tensors", "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"a": 1}}'])

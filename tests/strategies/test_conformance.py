@@ -161,7 +161,7 @@ def proposing(draft: Callable[[Tensor], Draft]) -> dict[str, Any]:
         (
             proposing(lambda last: Draft(last.expand(-1, 3), Topology.chain(2))),
             "check_drafts",
-            "a topology has 4 nodes",
+            "must have 4 nodes",
         ),
         (proposing(lambda last: Draft.chain(last.float())), "check_drafts", "not torch.float32"),
         (proposing(lambda last: Draft.chain(last + 10**6)), "check_drafts", "must lie in -1"),

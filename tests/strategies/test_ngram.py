@@ -214,7 +214,7 @@ def test_table_that_cannot_be_used_is_explained(kind, tmp_path):
     ("text", "vocab", "message"),
     [
         ([1, 2], 100, "no n-gram of 3 tokens"),
-        ([1, 2, 100], 100, "1 to 100 in a vocabulary of 100"),
+        ([1, 2, 100], 100, "must lie in 0 … 99, not 1 to 100"),
         ([1], 2**21, "64 bits"),
     ],
 )

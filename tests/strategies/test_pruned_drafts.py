@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import decoders
 from decoders.context import Context
-from decoders.costs import Looks
+from decoders.costs import Trials
 from decoders.costs.worth import DraftWorth
 from decoders.strategies import DFlash, Ngram, PromptLookup, Speculative, Suffix, TokenRecycling
 from decoders.strategies.auto_candidates import Candidate, Experience
@@ -151,7 +151,7 @@ def test_auto_shows_a_sleeping_candidate_no_steps_that_it_can_miss() -> None:
     ):
         strategy = Learner(misses)
         candidate = Candidate(
-            1, strategy, None, 8, Experience(runs=2, looks=Looks(wait=wait)), iter(range(99)).__next__
+            1, strategy, None, 8, Experience(runs=2, trials=Trials(wait=wait)), iter(range(99)).__next__
         )
         candidate.requested_depth = int(asked)
         candidate.observe(cast(Step, Shown()), own_nodes=0)
@@ -163,9 +163,9 @@ def test_verifying_what_it_alone_proposed_counts_against_a_candidate() -> None:
     candidate = Candidate(1, Learner(False), None, 8, Experience(runs=2, cost=0.001), iter(range(99)).__next__)
     candidate.requested_depth = 1
     candidate.judge(0.5, verifying=0.002, rate=100.0)
-    assert candidate.experience.looks.net == pytest.approx(0.5 - 100 * 0.003)
+    assert candidate.experience.trials.net == pytest.approx(0.5 - 100 * 0.003)
     candidate.judge(0.0, verifying=0.02, rate=100.0)
-    assert candidate.experience.looks.wait == 1
+    assert candidate.experience.trials.wait == 1
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_short_context_is_enough_for_the_measurements(tmp_path, tokenizer, tex
     assert train_draft(model, tokenizer, job, run=run(epochs=1))["new_tokens"] == 18
     (tmp_path / "long" / "training").mkdir(parents=True)
     (state := tmp_path / "long" / "training" / "checkpoint.pt").touch()
-    with pytest.raises(SettingsError, match="the model reads at most 24 tokens: length must be at most that, not 25"):
+    with pytest.raises(SettingsError, match="length must be at most 24, the model.s context, not 25"):
         train_draft(model, tokenizer, Job(texts, tmp_path / "long", resume=False), run=run(length=25))
     assert state.exists(), "a call that is refused destroys no earlier run"
 

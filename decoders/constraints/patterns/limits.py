@@ -37,7 +37,7 @@ INSTEAD = {
     "COPIES": "repeat with * or +, and bound the length with maxLength",
     "SCHEMA_CHARACTERS": "give the part that the text is to follow, with what it shares in $defs",
     "ALTERNATIVES": "list whole alternatives in one anyOf, and fewer of them",
-    "STEPS": "take fewer allOf, oneOf and not within each other",
+    "STEPS": "nest fewer allOf, oneOf and not",
     "PLACES": "let places share a schema by $ref",
     "RULES": "let places share a schema by $ref",
     "SYMBOLS": "let places share a schema by $ref",

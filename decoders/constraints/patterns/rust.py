@@ -108,8 +108,8 @@ def check_part(regex: str) -> None:
 
 
 def not_read(regex: str, reason: str) -> str:
-    """The error message that `regex` is not read, with the `reason`."""
-    return f"{shown(regex)} is not a regular expression that is read here: {reason}"
+    """The error message that `regex` is not supported, with the `reason`."""
+    return f"{shown(regex)} is not supported as a regular expression: {reason}"
 
 
 def shown(regex: str) -> str:

@@ -116,7 +116,7 @@ def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
         possible = list(dict.fromkeys(possible))
         if kind_values is None or len(possible) > _MOST_VALUES or array.counts:
             raise GrammarError(
-                f"uniqueItems is for items of at most {_MOST_VALUES} possible values (an enum, say), without contains; "
+                f"uniqueItems needs items of at most {_MOST_VALUES} possible values, such as an enum, and no contains; "
                 "strict=False validates it afterwards",
                 "uniqueItems",
             )

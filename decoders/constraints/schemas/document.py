@@ -159,9 +159,7 @@ def place(
     if isinstance(contents, bool):
         return contents
     if not isinstance(contents, dict):
-        raise GrammarError(
-            f"{path}: a schema must be an object or a boolean, not {json.dumps(contents)[:60]}", path=path
-        )
+        raise GrammarError(f"{path}: a schema must be an object or boolean, not {json.dumps(contents)[:60]}", path=path)
     for keyword in ("$id", "$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"):
         if not isinstance(contents.get(keyword, ""), str):
             raise GrammarError(f"{path}: {keyword} must be a string, not {contents[keyword]!r}", keyword, path)
@@ -187,9 +185,7 @@ def _specification(contents: Any, default: Specification[Any], path: str) -> Spe
             path,
         ) from problem
     if target.name not in _YEARS:
-        raise GrammarError(
-            f"{path}: {target.name} is older than draft 4, the oldest that is supported", "$schema", path
-        )
+        raise GrammarError(f"{path}: {target.name} is older than draft 4: update $schema", "$schema", path)
     return target
 
 

@@ -81,7 +81,7 @@ class Judge:
             self._verdicts[key] = self._judged(place, value)
         verdict = self._verdicts[key]
         if verdict is None:
-            raise GrammarError(f"{place.path}: a reference refers to itself: put a property or an item between", "$ref")
+            raise GrammarError(f"{place.path}: a reference leads to itself: put a property or item between", "$ref")
         return verdict
 
     def _judged(self, place: Place, value: Any) -> Judgement:

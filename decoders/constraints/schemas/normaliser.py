@@ -114,7 +114,7 @@ class Normaliser(SchemaAlgebra):
             term = self.nodes.terms[node][1]
             path = term.path if isinstance(term, Place) else "$"
             raise GrammarError(
-                f"{path}: $ref refers to itself: put a property or an item between", "$ref", path
+                f"{path}: $ref leads to itself: put a property or item between", "$ref", path
             ) from problem
 
     def with_location(self, node: Node, problem: GrammarError) -> GrammarError:

@@ -104,10 +104,7 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
 def schema(numbers: Numbers) -> dict[str, Any]:
     """`numbers`, which are multiples of a step, as a JSON schema for llguidance. Raises GrammarError: llguidance cannot read them."""
     if numbers.kind == "fraction" or numbers.step is None:
-        raise GrammarError(
-            f"no grammar can express the multiples of {numbers.multiple} that are not integers; strict=False validates them afterwards",
-            "multipleOf",
-        )
+        raise GrammarError(f"multiples of {numbers.multiple} that are not integers: set strict=False", "multipleOf")
     if numbers.step.numerator > limits.STEP:  # the automaton has a state per remainder
         limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
     if numbers.step.denominator > 10**DIGITS:
@@ -116,9 +113,7 @@ def schema(numbers: Numbers) -> dict[str, Any]:
     keywords["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
         if bound is not None and abs(bound) > _LARGEST_INLINE:
-            raise GrammarError(
-                f"multiples beyond {'-' * (bound < 0)}2**62: take smaller bounds, or set strict=False", "multipleOf"
-            )
+            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**62: set strict=False", "multipleOf")
         if bound is not None:
             keywords[keyword] = _json_number(bound)
     return {**keywords, "x-guidance": {"whitespace_flexible": False}}

@@ -186,10 +186,7 @@ class _RawWriter(Writer):
 
     def raw_key(self, name: str) -> str:
         if not automata.matches(self.keys, name):
-            raise GrammarError(
-                f"the model's format of calls cannot write the name {name!r}: rename the property with letters, digits and _",
-                "properties",
-            )
+            raise GrammarError(f"calls cannot contain the name {name!r}: use letters, digits and _", "properties")
         return quoted(name)
 
     def raw_keys(self, keys: Strings, begin: str, end: str) -> Expr:

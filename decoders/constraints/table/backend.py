@@ -123,8 +123,8 @@ class Table(Backend):
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> TableGrammar:
         if language.regex is None:
             raise GrammarError(
-                f'{language.name}: backend="table" reads regular expressions only, and this language has none; '
-                'backend="llguidance" would handle it'
+                f'{language.name}: backend="table" reads regular expressions only, and this language has none: '
+                'use backend="llguidance"'
             )
         try:
             minimal = minimise(determinise(language.regex))
@@ -135,7 +135,7 @@ class Table(Backend):
         if len(minimal.next) > STATES:
             raise GrammarError(
                 f'{language.name}: its automaton has {len(minimal.next)} states, the limit of backend="table" is {STATES}; '
-                'backend="llguidance" would handle it'
+                'use backend="llguidance"'
             )
         transitions, byte_class = columns(minimal.next)
         state_masks = masks(transitions, byte_class, minimal.accepting, Lexicon.of(vocabulary))

@@ -192,8 +192,7 @@ class Tagged(Structure):
             _check_marker(begin, "tagged")
             if isinstance(grammar, Structure):
                 raise GrammarError(
-                    f"tagged: the grammar after {begin!r} is itself free text that contains grammars "
-                    f"({grammar.name}): give one grammar",
+                    f"tagged: the grammar after {begin!r} is free text that contains grammars ({grammar.name}): give one grammar",
                     "tagged",
                 )
             if end is not None:

@@ -338,7 +338,7 @@ def layer_indices(model: PreTrainedModel, strategy: Strategy) -> tuple[int, ...]
         raise UnsupportedError(f"{strategy.name} reads hidden layers, and {name} has no list of decoder layers")
     named = strategy.layers_for(model.config, count)
     if not isinstance(named, tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
-        raise SettingsError(f"{strategy.name}: hidden_layers is a tuple of integers, not {named!r}")
+        raise SettingsError(f"{strategy.name}: hidden_layers must be a tuple of integers, not {named!r}")
     if wrong := [i for i in named if not -count <= i < count]:
         raise SettingsError(
             f"{strategy.name}: hidden_layers asks for layer {wrong[0]}; {name} has layers 0 … {count - 1}, or -{count} … -1 from the "

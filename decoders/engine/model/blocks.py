@@ -64,7 +64,7 @@ class PromptPiece:
         tokens: ``[1, C]`` int64.
         start: ``[1]`` int64, slot of the first token.
         latest: the value of `start` on the host.
-        view: ``[view]``; its length is the number of slots that the piece's attention looks at.
+        view: ``[view]``; its length is the number of slots that the piece's attention reads.
         buffers: the cache of the decoding rows, followed by the prompt's row.
     """
 
@@ -90,7 +90,7 @@ class PassInput(NamedTuple):
         base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. It is negative if
             the block begins before the row's first position. Nodes before position 0 have no valid results, and their keys and values
             go to slots at the end of the cache.
-        view: ``[view]``, any values; its length is the number of slots that attention looks at, at least ``base + N``.
+        view: ``[view]``, any values; its length is the number of slots that attention reads, at least ``base + N``.
         text: the committed tokens at the beginning of `nodes`, which get no results.
         piece: a piece of another row's prompt to prefill in this pass.
         root: ``[B, H]``, the input embedding of the root, which comes after the text; None if the root is a token.
@@ -113,7 +113,7 @@ class NodeBlock:
     Attributes:
         draft_tokens: ``[B, N-1]`` int64; -1 for no draft token.
         tree: the tree of the ``N`` nodes; node 0 is each row's last committed token.
-        view: ``[view]`` int64, 0 … view-1, the slots that attention looks at.
+        view: ``[view]`` int64, 0 … view-1, the slots that attention reads.
         masks: grammar masks after each node; None if no row has a grammar.
         text: committed tokens that run before node 0: the end of the prompts in the first step, or a few tokens that were
             accepted on a branch and have to run again.

@@ -32,7 +32,7 @@ BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
 #: In low precision on the CPU, the sizes of blocks and chunks of text are multiples of this number.
 ROWS = 4
-#: A view (the slots that attention looks at) has a multiple of 512 slots plus one of these numbers. In such views, PyTorch's attention
+#: A view (the slots that attention reads) has a multiple of 512 slots plus one of these numbers. In such views, PyTorch's attention
 #: on the CPU gives the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import LayerKind
-from .layout import CountedTokens, embeddings_of, placeholder_ids, vocabulary_of
+from .layout import CountedTokens, embeddings_of, number_of_logits, placeholder_ids
 from .rope import Sides
 from .weights.fused import Group
 from .weights.quantization import Quantized
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class ModelTokens:
     """The tokens that a model accepts and predicts.
 
     Attributes:
@@ -33,11 +33,11 @@ class Vocabulary:
     placeholders_on_host: Tensor | None
 
     @staticmethod
-    def of(model: PreTrainedModel) -> Vocabulary:
+    def of(model: PreTrainedModel) -> ModelTokens:
         ids = placeholder_ids(model)
         on_host = torch.tensor(ids, device="cpu") if ids is not None else None
         own = on_host.to(model.device) if on_host is not None else None
-        return Vocabulary(vocabulary_of(model), embeddings_of(model), own, on_host)
+        return ModelTokens(number_of_logits(model), embeddings_of(model), own, on_host)
 
 
 @dataclass(frozen=True)

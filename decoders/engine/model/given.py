@@ -64,7 +64,7 @@ def cached_tokens(cache: Cache) -> int:
 
 
 def check_cache(target: Target, cache: Cache) -> int:
-    """Checks that every layer of a cache holds all tokens to which the layer looks back. Returns the cache's number of rows.
+    """Checks that every layer of a cache holds all tokens to which the layer attends. Returns the cache's number of rows.
 
     Raises:
         InputError: the cache does not fit the model. UnsupportedError: the cache lacks a part of the text.
@@ -95,8 +95,8 @@ def check_cache(target: Target, cache: Cache) -> int:
             reach = min((kind.window or kind.chunk or length + 1) - 1, length)
             if count < reach:
                 raise UnsupportedError(
-                    f"layer {number} of past_key_values holds the last {count} of its {length} tokens as they are, and {name} looks "
-                    f"back at {reach} there: a cache with shorter windows, or a quantized one, cannot be read. {_ADVICE}"
+                    f"layer {number} of past_key_values holds the last {count} of its {length} tokens as they are, and {name} attends "
+                    f"to {reach} there: a cache with shorter windows, or a quantized one, is not supported. {_ADVICE}"
                 )
             rows.add(len(kept[0]))
         for state in spec.states:

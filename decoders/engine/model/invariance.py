@@ -109,7 +109,7 @@ class _Text:
     ) -> Tensor:
         """Runs a block after the text, with the text's next tokens in the nodes of `path`. Returns the logits ``[D, V]`` along `path`.
 
-        spare: number of further slots that attention looks at; padded: whether the block is padded to a bucket.
+        spare: number of further slots that attention reads; padded: whether the block is padded to a bucket.
         """
         target, length, device = self.target, self.length, self.target.device
         if padded:
@@ -171,7 +171,7 @@ def _comparisons(target: Target, length: int) -> Iterator[tuple[str, Tensor, Ten
         longer = chained[: min(draft, 3) + 1]
         yield "the size of the block", run(plain, Topology.chain(draft), DEPTHS[: len(longer)]), longer
     for spare in (64, 200, 500):
-        yield "how many slots attention looks at", run(plain, CHAIN, DEPTHS, spare=spare), chained
+        yield "how many slots attention reads", run(plain, CHAIN, DEPTHS, spare=spare), chained
     for branches in (2, 11):
         tree = Topology.branches(branches, 3)
         yield BRANCHES, run(read(length), tree, [0, *range(len(tree) - 3, len(tree))]), chained

@@ -41,7 +41,7 @@ def embeddings_of(model: PreTrainedModel) -> int:
     return _rows_of(embeddings) or int(model.config.get_text_config(decoder=True).vocab_size)
 
 
-def vocabulary_of(model: PreTrainedModel) -> int:
+def number_of_logits(model: PreTrainedModel) -> int:
     """The number of logits ``V``. Runs a token if the output head has neither a weight nor ``out_features``.
 
     Raises:
@@ -202,8 +202,8 @@ class CountedTokens:
         if longest <= self.harmless or (rows == 1 and self.by_node):
             return
         raise ContextLengthError(
-            f"{name} computes by the number of tokens in its cache from {self.harmless} tokens on, which is one number for all rows, "
-            f"and {longest} are asked for: "
+            f"{name} uses the number of tokens in its cache, which must be equal in all rows, from {self.harmless} tokens on, and "
+            f"{longest} are asked for: "
             + ("decode one prompt at a time with generate, " if self.by_node else "ask for fewer, ")
             + "or call generate without strategy=."
         )
@@ -279,8 +279,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
-            f"{name} takes no position_ids, or adds ALiBi, which derives positions from a 2-D mask: nodes of a tree cannot be placed. "
-            f"{advice}"
+            f"{name} takes no position_ids, or adds ALiBi, which derives positions from a 2-D mask: nodes of a tree get none. {advice}"
         )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(

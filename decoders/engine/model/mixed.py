@@ -81,7 +81,7 @@ class MixedShape(MaskShape):
 
     Attributes:
         rows, nodes: number of decoded rows, and number of nodes in each row.
-        views: numbers of slots that attention looks at: for the decoded rows, and for the piece.
+        views: numbers of slots that attention reads: for the decoded rows, and for the piece.
         masks: shapes of the decoded rows' mask and of the piece's mask, for one kind of layer.
     """
 

@@ -192,8 +192,8 @@ class OwnForward:
             self._forget()
         if not torch.allclose(named, read, rtol=1e-3, atol=1e-3 * named.abs().max().item()):
             raise UnsupportedError(
-                f"{type(self.model).__name__} reads more of a token than its embedding, but its recurrent layers have to read drafts "
-                "as embeddings after a prompt of embeddings: pass the prompt as input_ids, or call generate without strategy=."
+                f"{type(self.model).__name__} uses token ids besides embeddings, but after a prompt of embeddings its recurrent layers "
+                "get drafts as embeddings only: pass the prompt as input_ids, or call generate without strategy=."
             )
         self._reads_embeddings = True
 

@@ -285,7 +285,7 @@ def _passes_of_calls(twin: Target) -> None:
         list(_tree_logits(twin, twin.layout, _texts(twin, own), own))
 
 
-#: Fields of a config that limit how far layers look back (:func:`~decoders.engine.model.attention.layer_kinds`).
+#: Fields of a config that limit how far back layers attend (:func:`~decoders.engine.model.attention.layer_kinds`).
 REACHES = ("sliding_window", "attention_chunk_size")
 
 

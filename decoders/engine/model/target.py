@@ -22,7 +22,7 @@ from ...tree import TreeTensors
 from . import attention, buckets, experts, own_masks, recurrent, rope
 from .blocks import LeadingText, PassInput, causal_block, ending
 from .cache import CacheBuffers
-from .facts import Attending, Checks, Lengths, Products, Vocabulary
+from .facts import Attending, Checks, Lengths, ModelTokens, Products
 from .features import Taps
 from .kernels import attention as kernel
 from .kernels.chosen import kernel_for
@@ -122,7 +122,7 @@ class Target:
         self.attending = Attending("sdpa", kinds, kind_of_layer)
         self._attend_by("sdpa")
         self.tell_kinds(own_masks.take_over(self.model, kinds))
-        self.vocabulary = Vocabulary.of(model)
+        self.vocabulary = ModelTokens.of(model)
         self.backbone = backbone_of(self.model)
         self.taps = Taps(self.model)
         packed = take_packed(self.model)
@@ -199,12 +199,12 @@ class Target:
             self.lengths.sides.take(side)
 
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
-        """Sets how far each kind of layer looks back."""
+        """Sets how far back each kind of layer attends."""
         self.attending = replace(self.attending, kinds=kinds)
         attention.tell_kinds(self.model, kinds, self.attending.kind_of_layer)
 
     def kind_of(self, layer: int) -> attention.LayerKind:
-        """The kind of a decoder layer, which says how far the layer looks back."""
+        """The kind of a decoder layer, which says how far back the layer attends."""
         return self.attending.kinds[self.attending.kind_of_layer[layer]]
 
     def _attend_by(self, attends: Literal["sdpa", "triton", "cpu"]) -> None:

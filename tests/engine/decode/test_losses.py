@@ -67,7 +67,7 @@ def test_waiting_for_a_compiler_is_no_load() -> None:
 def test_weights_of_16_bits_without_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for lacking in (True, False):
         if lacking:
-            monkeypatch.setattr(cpu, "chosen", lambda: cpu.Choice(None, {"avx2": "no compiler"}))
+            monkeypatch.setattr(cpu, "chosen", lambda: cpu.ChosenKernels(None, {"avx2": "no compiler"}))
         else:
             monkeypatch.undo()
         monkeypatch.setattr(losses, "_said", set())

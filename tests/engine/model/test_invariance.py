@@ -66,7 +66,7 @@ def test_bits_that_depend_on_the_view_are_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(odd, "forward", rounded_by_view)
     found = invariance.check(odd)
     assert not found.holds
-    assert "how many slots attention looks at" in str(found)
+    assert "how many slots attention reads" in str(found)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, True), (torch.float32, None)])

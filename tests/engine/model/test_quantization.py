@@ -315,7 +315,7 @@ def test_a_librarys_layers_give_its_results(bits: torch.dtype, group: int | None
 def test_without_kernels_weights_are_not_quantized_and_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quantized.cpu, "chosen", lambda: cpu.Choice(None, {"avx2": "no C++ compiler"}))
+    monkeypatch.setattr(quantized.cpu, "chosen", lambda: cpu.ChosenKernels(None, {"avx2": "no C++ compiler"}))
     with pytest.raises(
         UnsupportedError, match=r"^weights='int4' needs the kernels .*no C\+\+ compiler.* Install a C\+\+"
     ):

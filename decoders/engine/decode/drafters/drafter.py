@@ -241,7 +241,7 @@ class ModelDrafter(Drafter):
         return expansion
 
     def advance(self) -> Advance:
-        raise TypeError("a drafter without a stage extends")
+        raise TypeError("advance() needs a drafter with a stage: call extend()")
 
     def root(self) -> Expansion:
         return self.run("root", self.covering(1)[0], self.counts.range(self.reach), *self._masks())

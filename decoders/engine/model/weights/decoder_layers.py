@@ -23,7 +23,7 @@ from .layers import NO_NORM, Attention, Formula, Latest, NormOf, as_norm, attend
 from .noted_calls import Name
 
 
-class Step(NamedTuple):
+class HalfLayer(NamedTuple):
     """Half of a decoder layer.
 
     Attributes:
@@ -56,12 +56,12 @@ class Whole(NamedTuple):
     activation: int
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> Whole | None:
-        """The decoder layer with these `steps`; None if the layer has another structure, or norms with several formulas."""
-        if len(steps) != 2 or (plan := vars(steps[0].module).get("decoders_block")) is None or plan.kernel != "cpu":
+    def of(cls, halves: Sequence[HalfLayer]) -> Whole | None:
+        """The decoder layer with these `halves`; None if the layer has another structure, or norms with several formulas."""
+        if len(halves) != 2 or (plan := vars(halves[0].module).get("decoders_block")) is None or plan.kernel != "cpu":
             return None
-        attention, gated = steps[0].module, cast(Gated | None, vars(steps[1].module).get("decoders_gated"))
-        norms = *plan.norms, steps[0].before, steps[0].after, steps[1].before
+        attention, gated = halves[0].module, cast(Gated | None, vars(halves[1].module).get("decoders_gated"))
+        norms = *plan.norms, halves[0].before, halves[0].after, halves[1].before
         formulas = {formula for _, formula in norms if formula is not None}
         if gated is None or len(formulas) > 1:
             return None
@@ -147,13 +147,13 @@ class Layer(NamedTuple):
 
     Attributes:
         first: the layer's first norm.
-        steps: its attention and its feed-forward layer.
+        halves: its attention and its feed-forward layer.
         names: names of the arguments for the input, cos and sin, the mask and the cache.
         whole: the layer in the form of the CPU's operator for whole layers; None if the layer has another structure.
     """
 
     first: NormOf
-    steps: tuple[Step, ...]
+    halves: tuple[HalfLayer, ...]
     names: tuple[Name, Name, Name, Name]
     whole: Whole | None = None
 
@@ -258,12 +258,12 @@ def layer_class(plain: Any) -> type[nn.Module]:
                         _normed.keep(results[-1], following[0], reads)
                     _ahead.keep(results[0], rest, list(zip(behind, results[1:], strict=True))[::-1])
                     return results[0]
-        for step in plan.steps:
-            inner, last = _inner(step.module, reads, *rest)
+        for half in plan.halves:
+            inner, last = _inner(half.module, reads, *rest)
             if inner is None:
                 return None
-            after = firsts[0] if step is plan.steps[-1] else step.after
-            norms = as_norm(step.before), as_norm(after)
+            after = firsts[0] if half is plan.halves[-1] else half.after
+            norms = as_norm(half.before), as_norm(after)
             by = last.operands((last,))
             both = None if by is None else products.linear_to_residual(inner, by, x, *norms)
             if both is None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..kernels import attention
 from ..modules_compat import hooks_of, own_parameters
 from ..slot_cache import SlotCache
-from .decoder_layers import Following, Layer, Step, Whole, layer_class
+from .decoder_layers import Following, HalfLayer, Layer, Whole, layer_class
 from .fused import outputs_of
 from .fused_layers import LOUD, close
 from .layers import NO_NORM, Attention, Joint, NormOf, attend, taken
@@ -68,7 +68,7 @@ def _fuse(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> Call | None:
         return None
     kind, inputs = layer_class(cast(Hashable, type(layer))), taken(call.given, call.options, chosen.names)
     compute = kind.compute  # type: ignore[attr-defined]
-    if chosen.whole is not None and not close(_tried(compute, chosen._replace(steps=()), *inputs), call.result, layer):
+    if chosen.whole is not None and not close(_tried(compute, chosen._replace(halves=()), *inputs), call.result, layer):
         chosen = chosen._replace(whole=None)
     if not close(_tried(compute, chosen, *inputs), call.result, layer):
         return None
@@ -187,8 +187,8 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> Layer | None
         (v for v in (*call.given, *call.options.values()) if isinstance(v, Tensor) and v.dim() == 3), None
     )
     names: tuple[Name, ...] | None = None
-    norms: list[NormOf] = []  # the norm before each step
-    steps: list[Step] = []
+    norms: list[NormOf] = []  # the norm before each half
+    halves: list[HalfLayer] = []
     begin, place = call.name_of(stream), 0
     while place < len(order):
         reads, norm = stream, NO_NORM
@@ -228,11 +228,11 @@ def _layer(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> Layer | None
             return None
         stream = following
         norms.append(norm)
-        steps.append(Step(step.module, before, NO_NORM))
+        halves.append(HalfLayer(step.module, before, NO_NORM))
     if names is None or None in names:
         return None
-    steps = [step._replace(after=norm) for step, norm in zip(steps, [*norms[1:], NO_NORM], strict=True)]
-    return Layer(norms[0], tuple(steps), cast(Any, names), Whole.of(steps))
+    halves = [half._replace(after=norm) for half, norm in zip(halves, [*norms[1:], NO_NORM], strict=True)]
+    return Layer(norms[0], tuple(halves), cast(Any, names), Whole.of(halves))
 
 
 @functools.cache

@@ -106,7 +106,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenKernels:
     """The kernels of this process.
 
     Attributes:
@@ -125,7 +125,7 @@ class Choice:
 _lock = threading.RLock()
 
 
-def chosen() -> Choice:
+def chosen() -> ChosenKernels:
     """Returns the kernels of this process; the first call may compile them.
 
     Raises:
@@ -136,7 +136,7 @@ def chosen() -> Choice:
 
 
 @functools.cache
-def _chosen() -> Choice:
+def _chosen() -> ChosenKernels:
     known = list(build.variants())
     asked = os.environ.get(VARIABLE, "")
     if asked and asked not in (*known, "off"):
@@ -145,7 +145,7 @@ def _chosen() -> Choice:
         raise SettingsError(f"{VARIABLE}={asked!r}: this machine knows {', '.join([*known, 'off'])}.{hint}")
     refused: dict[str, str] = {}
     if asked == "off" or not known:
-        return Choice(None, {"off": VARIABLE} if known else {sys.platform: "there are kernels for Linux and macOS"})
+        return ChosenKernels(None, {"off": VARIABLE} if known else {sys.platform: "kernels are for Linux and macOS"})
     for variant in [asked] if asked else known:
         if not has_instructions(variant):
             if asked:
@@ -154,12 +154,12 @@ def _chosen() -> Choice:
         try:
             kernels = loaded(variant)
         except OSError as error:
-            return Choice(None, {variant: str(error)})  # other variants would fail with the same error
+            return ChosenKernels(None, {variant: str(error)})  # other variants would fail with the same error
         if (wrong := check(kernels)) is None:
-            return Choice(kernels, refused)
+            return ChosenKernels(kernels, refused)
         refused[variant] = wrong
         warnings.warn(f"the CPU kernels for {variant} do not work here and are not used: {wrong}", stacklevel=4)
-    return Choice(None, refused)
+    return ChosenKernels(None, refused)
 
 
 @functools.cache
