@@ -59,7 +59,7 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished its work; returns at once for the CPU."""
+    """Waits until the device has finished its work; returns immediately for the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -42,7 +42,7 @@ def measure_load(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 40,
-    rows: Annotated[int, typer.Option(min=1, help="Batch size: maximum number of requests decoded at a time.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Batch size: maximum number of requests decoded at once.")] = 8,
     rate: Annotated[
         float | None,
         typer.Option(

@@ -99,7 +99,7 @@ def generate(
         ),
     ] = None,
     rows: Annotated[
-        int, typer.Option(min=1, help="With --input: maximum number of prompts decoded at a time (batch size).")
+        int, typer.Option(min=1, help="With --input: maximum number of prompts decoded at once (batch size).")
     ] = 8,
     slots: Annotated[
         int, typer.Option(min=1, help="With --input: maximum number of tokens of a prompt and its completion together.")

@@ -92,7 +92,7 @@ def serve(
     device: Device = None,
     threads: Threads = None,
     rows: Annotated[
-        int, typer.Option(min=1, help="Maximum number of requests decoded at a time, per strategy (vLLM's --max-num-seqs).")
+        int, typer.Option(min=1, help="Maximum number of requests decoded at once, per strategy (vLLM's --max-num-seqs).")
     ] = 8,
     slots: Annotated[
         int,
@@ -103,7 +103,7 @@ def serve(
     queue: Annotated[
         int, typer.Option(min=1, help="Maximum number of waiting requests, per strategy; further requests get status 429.")
     ] = 64,
-    strategies: Annotated[int, typer.Option(min=1, help="Maximum number of strategies, beside --strategy, that run at a time.")] = 4,
+    strategies: Annotated[int, typer.Option(min=1, help="Maximum number of strategies, beside --strategy, that run at once.")] = 4,
     client_settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -222,7 +222,7 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _leave(*_: Any) -> None:
-    """Ends the process at once, because the interpreter's own shutdown takes seconds."""
+    """Ends the process immediately, because the interpreter's own shutdown takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

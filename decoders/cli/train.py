@@ -40,7 +40,7 @@ def ngram(
     tokens: Annotated[int, typer.Option(min=3, help="Number of tokens to sample and count.")] = 200_000,
     seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the sampling and of the choice of prompts.")] = 0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    rows: Annotated[int, typer.Option(min=1, help="Number of texts sampled at a time (batch size).")] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Number of texts sampled at once (batch size).")] = 16,
     length: Annotated[int, typer.Option(min=3, help="Maximum number of tokens per text.")] = 256,
     followers: Annotated[
         int, typer.Option(min=1, max=256, help="Maximum number of next tokens kept for each context.")

@@ -39,7 +39,7 @@ def is_of_training(hook: Any) -> bool:
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """The value of the config's field `name`; None if there is no such field. If layers differ, a tuple with a value per layer.
 
-    From 5.24 on, transformers raises RuntimeError if layers differ: Gemma 4 has two head widths.
+    From 5.24 on, transformers raises RuntimeError if layers differ, like the head widths of Gemma 4.
     """
     try:
         return getattr(config, name, None)

@@ -112,7 +112,7 @@ def json_schema(
             model, TypedDict or dataclass.
         whitespace: ``space``: at most one blank after a comma or colon; ``compact``: none; ``flexible``: one blank, or a line
             break with its indent, wherever JSON allows white space inside brackets.
-        indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
+        indent: number of blanks per level, with every member on its own line, exactly as ``json.dumps(…, indent=…)`` writes;
             replaces `whitespace`. The schema must bound the depth of its values.
         strict: whether keywords that the grammar cannot express raise an error. If False, the finished text is validated instead.
         closed: whether an object schema that declares properties, and does not mention others, forbids others. The default is True

@@ -18,7 +18,7 @@ from .vocabulary import Vocabulary
 
 #: Greatest number of entries of a table; the next states of a larger grammar are computed on the host, token by token.
 ENTRIES = 1 << 24
-#: Number of table entries that are computed at a time: 32 MB of states.
+#: Number of table entries computed at once: 32 MB of states.
 CHUNK = 1 << 22
 
 
@@ -123,7 +123,7 @@ class LazyMasks:
     """An array whose rows are computed on first use. All held rows are dropped when a new row would exceed `most`.
 
     Attributes:
-        most: greatest number of rows that are held at a time.
+        most: greatest number of rows that are held at once.
     """
 
     def __init__(

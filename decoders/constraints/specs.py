@@ -211,7 +211,7 @@ class JsonSchema(Spec):
         schema: a dict, a boolean, or JSON text; for Python types see :meth:`of`.
         whitespace: "space": at most one blank after a comma or colon; "compact": none; "flexible": one blank or one line
             break with its indent wherever JSON allows white space inside brackets.
-        indent: number of blanks per level, with every member on a line of its own, exactly as ``json.dumps(…, indent=…)`` writes;
+        indent: number of blanks per level, with every member on its own line, exactly as ``json.dumps(…, indent=…)`` writes;
             replaces `whitespace`.
         strict: whether keywords that the language cannot express raise an error. If not, the language ignores them, and the
             finished text is validated.

@@ -27,7 +27,7 @@ OUTLOOK_WEIGHT = 1 / 8
 CAUTION = 1.15
 
 #: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a
-#: drafter's confidence; -1: any). The negative of a drafter's bit stands for all its tokens, whether or not others propose them, too.
+#: drafter's confidence; -1: any). The negative of a drafter's bit stands for all its tokens, also if others propose them too.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
@@ -56,7 +56,7 @@ class AcceptanceRates:
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
-        """The :meth:`rate` of a drafter's best token at `depth`, whether or not others propose this token, too. drafter: its bit."""
+        """The :meth:`rate` of a drafter's best token at `depth`, also if others propose it too. drafter: the drafter's bit."""
         return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
     def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:

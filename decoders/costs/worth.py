@@ -92,7 +92,7 @@ class Trials:
 
     @property
     def pays(self) -> bool:
-        """Whether drafts gain more than their price at present."""
+        """Whether drafts now gain more than their price."""
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:

@@ -303,9 +303,7 @@ def _vocabulary(
     if drafted is None or drafted == size:
         return None
     if "lm_head.weight" not in state:
-        raise SettingsError(
-            f"dflash: {path}: a reduced vocabulary ({drafted} of {size} tokens) needs an lm_head of its own"
-        )
+        raise SettingsError(f"dflash: {path}: a reduced vocabulary ({drafted} of {size} tokens) needs its own lm_head")
     return read_vocabulary(d2t, t2d, size, drafted, f"dflash: {path}", device)
 
 

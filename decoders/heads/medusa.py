@@ -284,7 +284,7 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
 
     Args:
         ranks: ``[P, K]`` int64, the rank of the right token among each head's tokens at ``P`` positions. 0: the best; -1: unknown.
-        widest: number of best tokens per head that are considered.
+        widest: number of best tokens considered per head.
 
     Raises:
         DecodersError: no head predicts any position right.

@@ -70,7 +70,7 @@ class Kind(Generic[Provided]):
 
 
 def _form(value: object) -> object:
-    """The names of a function's parameters, or the type of another value."""
+    """A function's parameter names; the type of any other value."""
     return list(inspect.signature(value).parameters) if inspect.isfunction(value) else type(value)
 
 

@@ -35,7 +35,7 @@ from .selection import NEVER, Operations, Selection, by_reference, select
 
 #: Up to this vocabulary size, the noise of every token is computed.
 _FEW = 4096
-#: Number of scores that are processed at once, chosen to fit the cache of a CPU core.
+#: Number of scores processed at once, chosen to fit the cache of a CPU core.
 _CHUNK = 1 << 17
 
 

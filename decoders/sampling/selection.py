@@ -16,7 +16,7 @@ from torch import Tensor
 from .largest import first_largest, largest
 from .processors import OPERATIONS, at_temperature
 
-#: Number of largest scores that are tried first; in most steps they suffice.
+#: Number of largest scores tried first; in most steps they suffice.
 FIRST = 64
 #: Largest relative error of one float32 operation: half the distance from 1 to the next float32.
 _ROUNDING = 2.0**-24

@@ -77,7 +77,7 @@ MOST_AT_ONCE = 2**23
 
 
 def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Wraps `function` (arguments: scores ``[B, N, V]``, a value ``[]`` or ``[B, 1, 1]``) to process a few nodes at a time."""
+    """Wraps `function` (arguments: scores ``[B, N, V]``, a value ``[]`` or ``[B, 1, 1]``) to process a few nodes at once."""
 
     @wraps(function)
     def sliced(scores: Tensor, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Many requests at a time: a queue, a thread that decodes, and the handles of requests that callers hold.
+"""Many requests at once: a queue, a thread that decodes, and the handles of requests that callers hold.
 
 `decoders` exports :class:`decoders.Scheduler` and its results; this package exports what a server of your own needs in addition.
 """

@@ -20,7 +20,7 @@ class Lanes:
     """The lanes of a scheduler. Only the scheduler's thread may change them; other threads may read the running requests.
 
     Args:
-        rows: greatest number of requests that are decoded at a time.
+        rows: greatest number of requests decoded at once.
         longest_pause: greatest number of seconds by which prefilling prompts may delay a step of the running requests.
     """
 

@@ -1,4 +1,4 @@
-"""Decodes any number of prompts, of which only a few are in memory at a time."""
+"""Decodes any number of prompts, of which only a few are in memory at once."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Scheduler:
         model: the model; the scheduler enables it if it is not enabled yet.
         tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
         strategy, strategy_config: as in ``generate``, for requests without a strategy.
-        rows: greatest number of requests that are decoded at a time.
+        rows: greatest number of requests decoded at once.
         slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: greatest number of requests that wait.
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
@@ -84,7 +84,7 @@ class Scheduler:
             raise UnsupportedError(
                 f"{ranks.size} processes share this model, and a request that reaches one of them is unknown to the others: call "
                 "generate with whole batches in every process, or run a Scheduler in each of several processes that hold the whole "
-                "model, as the distribution decoders-ray does (`pip install ./plugins/decoders-ray` in a checkout of hf-decoders)"
+                "model, as decoders-ray does (`pip install ./plugins/decoders-ray` in a checkout)"
             )
         self.rows, self.slots, self.queue, self.longest_pause, self.first = rows, slots, queue, longest_pause, first
         self._changed = threading.Condition()
@@ -238,7 +238,7 @@ class Scheduler:
                 self._coming -= 1
 
     def _cancel(self, generation: Generation) -> None:
-        """Cancels a request: at once if it is in the queue, after the current step if it has a row."""
+        """Cancels a request: immediately if it is in the queue, after the current step if it has a row."""
         with self._changed:
             waited = self._waiting.remove(generation)
             self._changed.notify_all()

@@ -24,7 +24,7 @@ CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
 IDLE_SHARE, BURST = 0.1, 0.02
 #: Longest delays in seconds, of answers to GET requests such as /health, and of refusals and answers to large bodies.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
-#: Number of bodies of the largest allowed size that may be in memory at a time.
+#: Number of bodies of the largest allowed size that may be in memory at once.
 BODIES = 64
 #: Number of commas and opening brackets that a body may have in addition to the number that the longest prompt needs.
 VALUES = 40_000
@@ -111,12 +111,12 @@ class Limits:
         new_tokens: greatest number of new tokens per choice.
         choices: greatest number of choices of a request (number of prompts times n).
         deadline: seconds that a request may take, including its time in the queue; a request may ask for less.
-        rows: greatest number of requests that are decoded at a time, per strategy.
+        rows: greatest number of requests decoded at once, per strategy.
         slots: greatest number of tokens of a row, prompt and new tokens together.
         queue: greatest number of waiting requests, per strategy.
-        schedulers: greatest number of strategies that have a scheduler at a time, in addition to the default strategy.
+        schedulers: greatest number of strategies that have a scheduler at once, in addition to the default strategy.
         constrained: greatest number of slow requests (large, with images or with new grammars) that wait to be prepared.
-        connections: greatest number of connections at a time.
+        connections: greatest number of connections at once.
         read: seconds within which a request has to arrive.
         sharing: whether requests with the same API key and ``cache_salt`` share the KV cache of common prompt beginnings, and what
             strategies have learned.

@@ -154,7 +154,7 @@ class SchedulerPool:
                 return self._entries.pop(key).scheduler
         busy = ", ".join(sorted({each.strategy for each in others.values()}))
         message = (
-            f"this server runs at most {amount(self.most, 'strategy', 'strategies')} beside {self.default} at a time; "
+            f"this server runs at most {amount(self.most, 'strategy', 'strategies')} beside {self.default} at once; "
             f"busy: {busy}. Try again later"
         )
         raise Refusal(429, message, param="strategy", code="strategies_busy", headers={"Retry-After": "2"})

@@ -101,7 +101,7 @@ class ResponseBody(Asked):
         "response_format": 'use text={"format": …}',
         "reasoning_effort": 'use reasoning={"effort": …}',
         "n": "one response per request",
-        "background": "responses are answered at once, or streamed",
+        "background": "responses are complete, or streamed",
         "conversation": "use previous_response_id",
         "prompt": "there are no stored prompts: use instructions and input",
         "max_tool_calls": "functions are called by the client",

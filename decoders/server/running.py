@@ -30,7 +30,7 @@ from .service import Service
 
 #: Greatest size in bytes of a request's line and headers.
 HEAD_BYTES = 32 << 10
-#: Length of the system's accept queue. asyncio accepts up to this many connections at a time; each needs a file descriptor.
+#: Length of the system's accept queue. asyncio accepts up to this many connections at once; each needs a file descriptor.
 BACKLOG = 64
 #: Number of file descriptors reserved for everything but connections.
 SPARE_DESCRIPTORS = 32

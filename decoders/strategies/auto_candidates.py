@@ -46,7 +46,7 @@ class Experience:
 
 
 class Candidate:
-    """A drafter in a call.
+    """A strategy that `auto` may ask for drafts, in a call.
 
     Args:
         bit: the drafter's bit in bit masks that stand for sets of drafters (:mod:`decoders.costs.acceptance`).
@@ -126,7 +126,7 @@ class Candidate:
         check_draft(draft, self.name, len(sequences.length))
         if not draft.has_draft_tokens_only:
             raise UnsupportedError(
-                f"auto cannot choose strategy {self.name!r}: it runs nodes of its own beside its draft tokens in every step, and auto "
+                f"auto cannot choose strategy {self.name!r}: it runs its own nodes beside its draft tokens in every step, and auto "
                 "leaves candidates out of steps. Use it by itself, or merged"
             )
         tokens, parents, grades = draft.read()

@@ -61,7 +61,7 @@ class DraftModelStrategy(Strategy):
         if self.settings.draft_model is not None:
             return self.settings.draft_model
         if context.level > 0 or context.assistant_model is None:
-            raise UnsupportedError(f"{self.name!r} as a stage needs a model of its own: set its draft_model")
+            raise UnsupportedError(f"{self.name!r} as a stage needs its own model: set its draft_model")
         return context.assistant_model
 
     def tree_nodes(self, context: Context) -> int:

@@ -61,7 +61,7 @@ NodeBudget = Annotated[
     ),
 ]
 Children = Annotated[int, Field(ge=1, le=32, description="Maximum number of children of a tree node.")]
-Beam = Annotated[int, Field(ge=1, le=32, description="Number of nodes of a dynamic tree that are expanded per level.")]
+Beam = Annotated[int, Field(ge=1, le=32, description="Number of nodes of a dynamic tree expanded per level.")]
 
 
 class TreeForms(Settings):
@@ -302,7 +302,7 @@ def shape_of(
         depth: number of levels of the tree.
         children: greatest number of continuations of a node.
         nodes: greatest number of nodes of a tree, root excluded; None: as many as the measured costs of a step allow.
-        beam: number of nodes of a dynamic tree that are expanded per level.
+        beam: number of nodes of a dynamic tree expanded per level.
         context: the call's context.
 
     Raises:

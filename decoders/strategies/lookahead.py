@@ -289,7 +289,7 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
     Args:
         pool: ``[B, n + 1, C]`` int64.
         key: ``[B, 1]`` int64, the first token.
-        count: number of n-grams that are wanted.
+        count: number of n-grams wanted.
 
     Returns:
         ``[B, count, n - 1]`` int64; ``-1`` in place of n-grams that the pool lacks.

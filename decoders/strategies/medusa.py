@@ -48,9 +48,9 @@ class _State:
         topology: the tree of ``N`` nodes.
         level: ``[N-1]`` int64, the index (from 0) of the head that predicts each node's token.
         rank: ``[N-1]`` int64, the rank of each node's token among its head's tokens.
-        ranks: number of best tokens that are computed for each head.
+        ranks: number of best tokens computed for each head.
         weights: the heads' weights.
-        lm_head: ``[V, H]``, weight of the target's output head. Heads without an output projection of their own use it.
+        lm_head: ``[V, H]``, weight of the target's output head. Heads without their own output projection use it.
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
         hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.
         known: ``[B, 1]`` bool, whether a row's hidden state is known.

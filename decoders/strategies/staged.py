@@ -1,4 +1,4 @@
-"""Staged speculative decoding (Spector & Ré 2023, arXiv 2308.04623): the draft model has a drafter of its own."""
+"""Staged speculative decoding (Spector & Ré 2023, arXiv 2308.04623): the draft model has its own drafter."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ class StagedSettings(DraftModelSettings):
         "ngram",
         description="Strategy that drafts for the draft model; a+b merges the drafts of two. It may itself be staged.",
     )
-    stage_config: Table = Field(
-        Table(), description="Settings of that strategy, for instance a draft_model of its own."
-    )
+    stage_config: Table = Field(Table(), description="Settings of that strategy, for instance its own draft_model.")
     passes: int = Field(4, ge=1, le=32, description="Number of forward passes of the draft model per step.")
     length: int = Field(
         16, ge=1, le=32, description="Maximum number of tokens on the likeliest path (the paper's depth)."

@@ -267,8 +267,8 @@ def measure(
             as the rest of the row, because a longer one may exceed the model's context.
 
     Returns:
-        figures: the numbers of prompts and of new tokens; of both texts the tokens per step, the target's own token included, and for
-            each draft token the share of steps that accept it.
+        figures: numbers of prompts and new tokens. For greedy and sampled text: tokens per step, the target's own token included,
+            and for each draft token the share of steps that accept it.
     """
     enabled = "generate" in vars(model)
     enable(model, tokenizer)

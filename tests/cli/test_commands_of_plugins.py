@@ -124,7 +124,7 @@ def test_a_command_of_the_laboratory_says_where_it_is(command: str) -> None:
         done = run(*command.split())
     assert done.exit_code == 2
     message = " ".join(done.stderr.replace("\u2502", " ").split())
-    assert f"'{' '.join(command.split()[:2])}' is a command of decoders-lab, a distribution of its own" in message
+    assert f"'{' '.join(command.split()[:2])}' is a command of decoders-lab, a separate distribution" in message
     assert "Did you mean" not in message and "Possible" not in message
 
 

@@ -254,7 +254,7 @@ class Tree(Strategy):
 
 def test_a_candidate_with_nodes_of_its_own_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Auto, "start", _among(Windowed()))
-    with pytest.raises(UnsupportedError, match="'windowed': it runs nodes of its own"):
+    with pytest.raises(UnsupportedError, match="'windowed': it runs its own nodes"):
         auto_call(1)
 
 

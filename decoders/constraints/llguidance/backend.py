@@ -32,8 +32,8 @@ class LLGuidance(Backend):
         """Compiles `language` for `vocabulary`. Texts with a byte of :data:`_SELDOM` for which there is no token are left out.
 
         Raises:
-            GrammarError: llguidance cannot read `language`, hits a limit at once, or may reach dead ends because another byte of
-                UTF-8 has no token of its own.
+            GrammarError: llguidance cannot read `language`, hits a limit immediately, or may reach dead ends because another byte of
+                UTF-8 lacks its own token.
         """
         text = source(language)
         missing = [byte for byte in _NEEDED if bytes([byte]) not in vocabulary.ids]

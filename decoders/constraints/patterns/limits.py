@@ -21,7 +21,7 @@ NESTING = 100
 STATES = 3_000
 #: Greatest number of moves of an automaton over characters: states times symbols (classes of characters).
 MOVES = 400_000
-#: Greatest number of pattern nodes that are visited to compute the moves of an automaton.
+#: Greatest number of pattern nodes visited to compute the moves of an automaton.
 MOVE_NODES = 10_000_000
 #: Greatest number of character sets of one pattern after its counted repetitions are expanded.
 COPIES = 2_000

@@ -266,7 +266,7 @@ _ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "direc
 _SIMILARITY = 0.8
 #: The warning about a misspelt keyword.
 MISSPELT = "is not a keyword and has no effect"
-#: Greatest number of names that are compared with keywords; each takes 0.1 ms.
+#: Greatest number of names compared with keywords; each takes 0.1 ms.
 _MOST_COMPARED = 500
 
 

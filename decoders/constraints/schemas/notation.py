@@ -18,7 +18,7 @@ from . import limits
 
 @dataclass(frozen=True)
 class Terminal:
-    """A terminal of the grammar: a set of texts with a definition of its own.
+    """A terminal of the grammar: a set of texts with its own definition.
 
     Attributes:
         lark: the definition in Lark's notation. Terminals with equal definitions are equal.

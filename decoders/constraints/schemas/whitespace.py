@@ -83,14 +83,14 @@ class Rules:
         depth = self.depth + 1 if isinstance(self._whitespace, int) else 0
         if depth > limits.INDENTED:
             raise GrammarError(
-                f"indent: values may nest more than {limits.INDENTED} deep here, and every depth needs rules of its own: bound what "
+                f"indent: values may nest more than {limits.INDENTED} deep here, and every depth needs its own rules: bound what "
                 'nests (a closed schema without references to itself), or leave indent out and take whitespace="flexible"'
             )
         if (node, depth) not in self.places:
             self.places.add((node, depth))
             self.todo.append((node, depth))
             if len(self.places) > limits.PLACES:
-                limits.exceeded("PLACES", limits.PLACES, "places of the text with a schema of their own", path="$")
+                limits.exceeded("PLACES", limits.PLACES, "places of the text with their own schema", path="$")
         return RuleReference(self.name_of(node, depth))
 
     @staticmethod

@@ -173,7 +173,7 @@ def _without_end(automaton: ByteAutomaton) -> ByteAutomaton:
 
 
 def _reason(regex: str, message: str) -> str:
-    """Why the child returned no automaton."""
+    """Why the child process returned no automaton."""
     if message.startswith("states: "):
         return f"the automaton of {shown(regex)} has {message[8:].strip()} states; {_limit(f'{RAW_STATES} states')}"
     if not message.startswith("refused: "):

@@ -206,7 +206,7 @@ class Lexicon:
 
     @cached_property
     def single(self) -> NDArray[np.bool_]:
-        """``[256]`` bool: which bytes have a token of their own."""
+        """``[256]`` bool: which bytes have their own token."""
         have = np.zeros(256, np.bool_)
         have[[text[0] for text in self.texts if len(text) == 1]] = True
         return have

@@ -137,7 +137,7 @@ class EquivalentStates:
         return EquivalentStates(self.transitions, self.strings, part, depth)
 
 
-#: Greatest number of tokens that are read at a time, from several states; each needs 16 bytes, and more while it is read.
+#: Greatest number of tokens that are read at once, from several states; each needs 16 bytes, and more while it is read.
 TOKENS = 1 << 21
 #: Number of states in a chunk. The masks of a chunk are packed together; unpacked they take a byte per token.
 CHUNK = 32

@@ -15,7 +15,7 @@ from ..patterns.limits import check
 from .determinise import distinct
 from .lexicon import Ints, Lexicon, room
 
-#: Number of states from which the automaton reads the rests of tokens at a time.
+#: Number of states from which the automaton reads the rests of tokens at once.
 CHUNK = 512
 
 

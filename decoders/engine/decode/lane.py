@@ -40,7 +40,7 @@ class Lane:
     Args:
         engine: the model's engine.
         request: the first request; it defines what all requests have in common.
-        capacity: greatest number of requests at a time. It becomes 1 for a strategy that reads prompts but has no `rebatch`, or
+        capacity: greatest number of requests at once. It becomes 1 for a strategy that reads prompts but has no `rebatch`, or
             reads prompts with images: it would have to read running requests' texts again when another request joins or leaves.
 
     Attributes:

@@ -22,7 +22,7 @@ from .rows import Rows, shapes_of
 class Session:
     """Rows with their slots of the KV cache, the views that steps use, the texts kept in the slots, and recordings of steps.
 
-    The first rows are decoded, see :meth:`arrange`. Other rows are being prefilled, hold the texts of earlier requests, or are free.
+    The first rows are being decoded (:meth:`arrange`). The others are being prefilled, hold texts of earlier requests, or are free.
 
     Attributes:
         stored: all rows, on the device.

@@ -29,7 +29,7 @@ PADDING = KeptText(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
 
 class Sessions:
-    """The sessions of a model. Each call has a session of its own; the sessions of the last calls are kept.
+    """The sessions of a model. Each call has its own session; the sessions of the last calls are kept.
 
     recorder: records steps; None if the device records nothing.
     """
@@ -116,7 +116,7 @@ class Sessions:
         self.forget_recordings()
         return (
             f"the model can still be used; {freed} MiB of free caches and {recorded} MiB of recordings were dropped. Decode fewer rows "
-            "or shorter texts at a time, or free what decoders.release(model) and torch.cuda.empty_cache() can"
+            "or shorter texts at once, or free what decoders.release(model) and torch.cuda.empty_cache() can"
         )
 
     def release(self) -> None:

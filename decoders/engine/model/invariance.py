@@ -9,7 +9,7 @@ The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one
 
   - Fused attention works on 32 query rows of a head at a time. It sums a remainder of one to three rows in another order, so blocks
     and chunks of text are multiples of four tokens (:func:`~decoders.engine.model.buckets.row_multiple`).
-  - Fused attention works on 512 slots at a time. It sums a remainder of more than 192 and fewer than 384 slots in another order
+  - Fused attention works on 512 slots at once. It sums a remainder of more than 192 and fewer than 384 slots in another order
     (:func:`~decoders.engine.model.buckets.view_bucket`).
   - Softmax sums by slot modulo 16, and the product with values sums by groups of slots. So a path has the same bits only if its nodes
     are in slots ``base + depth``, as in a chain or on a tree's first branch. Tokens accepted on another branch run again before the

@@ -1,7 +1,7 @@
 """Takes over the causal masks that some attention modules keep in a buffer and slice by the current number of keys.
 
 In the loop, the number of keys is the size of the cache's view, whatever the positions are. Such a module would take a wrong slice.
-The loop passes masks of its own. So in our copy of a model, these buffers are set to True, and their windows become layer kinds.
+The loop passes its own masks. So in our copy of a model, these buffers are set to True, and their windows become layer kinds.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _recording_on: weakref.WeakValueDictionary[torch.cuda.Stream, Recorder] = weakre
 
 class Recorder:
     """Records CUDA graphs on a device, which need not be the current device. Call its methods within :meth:`active`, from one thread
-    at a time. Tests record on the CPU (``tests/tape_recorder.py``).
+    at once. Tests record on the CPU (``tests/tape_recorder.py``).
     """
 
     def __init__(self, device: torch.device) -> None:

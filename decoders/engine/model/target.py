@@ -350,7 +350,7 @@ class Target:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """Like :meth:`prefill`, but returns results for all tokens. Without `logits`, only the first token gets logits.
+        """Like :meth:`prefill`, but returns results for all tokens; if not `logits`, with logits of the first token only.
 
         valid: ``[B, N]`` bool, which tokens belong to the row's text. The other tokens are padding after the text.
         """

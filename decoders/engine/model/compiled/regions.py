@@ -149,7 +149,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
     """Arguments to compile a pass with. Sizes that may differ are pairwise different, because Dynamo treats equal sizes as one size.
 
     The `count` nodes are the last nodes of a larger tree, as in level-by-level drafting, and the first of them get no logits. The graph
-    then also serves whole trees and text. If `count` is 1, the node is a whole tree. If sizes are static, the view covers all slots.
+    then also serves whole trees and text. A single node is a whole tree. If sizes are static, the view covers all slots.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.vocabulary.embeddings), (rows, count), device=device)

@@ -38,7 +38,7 @@ def unfit(kernel: Kernel, layout: Sequence[LayerSpec], own_layers: int, device: 
             else f"it runs on CUDA, the model is on {device}"
         )
     if own_layers < len(with_keys):
-        return "its layers have an attention of their own"
+        return "its layers have their own attention"
     widest = max(max(spec.key_dim, spec.value_dim) for spec in with_keys)
     if kernel == "triton" and widest > WIDEST_HEAD:
         return f"its heads are {widest} wide, {WIDEST_HEAD} are possible"

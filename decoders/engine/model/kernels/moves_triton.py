@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: The number of nodes that a program moves at a time, and the greatest number of words that it moves of a slot.
+#: The number of nodes that a program moves at once, and the greatest number of words that it moves of a slot.
 NODES, WORDS = 16, 64
 #: Bytes of a word.
 WORD = 8

@@ -1,6 +1,6 @@
 """The layers that replace layers in our copy of a model: products with kernels, norms, fused attention.
 
-The kernels read the model's own weights, so changes of weights take effect at once. When a target is created, :mod:`.few_rows`,
+The kernels read the model's own weights, so changes of weights take effect immediately. When a target is created, :mod:`.few_rows`,
 :mod:`.same_bits`, :mod:`.fused_layers` and :mod:`.fused_blocks` decide which layers are replaced.
 """
 
