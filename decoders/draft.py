@@ -128,7 +128,7 @@ class Draft:
         tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None, depth: int | None = None,
         grades: Sequence[Sequence[int]] | None = None,
     ) -> Draft:  # fmt: skip
-        """Returns a draft from lists, for strategies that work on the host.
+        """A draft from lists, for strategies that work on the host.
 
         Args:
             tokens: the draft tokens of every row, the same number in all rows.

@@ -263,7 +263,7 @@ class OpensDraft(Protocol):
         self, model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Configured | None = None,
         seldom: bool = False,
     ) -> Drafter:  # fmt: skip
-        """Returns a drafter with its own rows, cache and compiled passes.
+        """A drafter with its own rows, cache and compiled passes.
 
         Args:
             model: a model object or a path.

@@ -123,7 +123,7 @@ class Record:
 
     @property
     def group(self) -> tuple[str, str, int, float]:
-        """The key of the methods that are compared with each other."""
+        """The key of the methods compared with each other."""
         return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..bench import Competitor, Record
     from ..prompts.reading import Content
 
-#: Minimum number of new tokens in each text that is measured for the table, even on a slow machine.
+#: Minimum number of new tokens in each text measured for the table, even on a slow machine.
 FEWEST = 16
 #: If neither --compile nor --no-compile is given, methods are compiled if --seconds is at least this number. Compiling takes one to
 #: three minutes on two cores.

@@ -60,7 +60,7 @@ class CallFormat:
         message_end: text that ends a message.
         answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
-        ids: the ids that are written in front of `middle`; None: no ids are written.
+        ids: the ids written in front of `middle`; None: no ids are written.
         source: texts that all occur in the source of a chat template with this format; used if the template cannot render calls.
         shown: a text in rendered calls by which a chat template is recognised to have this format; None: `begin`, `opening`, the name
             and the text after the name.

@@ -38,7 +38,7 @@ def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, othe
 
 
 def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
-    """Returns how many draft tokens to verify, from the first on. Maximizes the expected gain minus the price of the added time.
+    """How many draft tokens to verify, from the first on. Maximizes the expected gain minus the price of the added time.
 
     Args:
         gains: per draft token, the expected number of new tokens that it adds, summed over all rows.
@@ -103,7 +103,7 @@ class Trials:
 
 
 def affordable(share: float, longest: int, trying: float = TRYING) -> int:
-    """Returns how many steps to wait between drafts, so that drafting takes the share `trying` of the time; at most `longest`.
+    """How many steps to wait between drafts, so that drafting takes the share `trying` of the time; at most `longest`.
 
     share: duration of a draft relative to a step.
     """
@@ -161,7 +161,7 @@ class DraftWorth:
         return self._trials.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT, TRYING_ALONE))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
-        """Returns how many draft tokens to verify, so that the step has the most tokens per second.
+        """How many draft tokens to verify, so that the step has the most tokens per second.
 
         lengths: number of tokens of each row; finished: whether each row has ended.
         """

@@ -225,7 +225,7 @@ class EagleHead(nn.Module):
         self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
         fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the predicted features ``[B, N, H]``, and the last ``n`` of them again, for the target's output head.
+        """The predicted features ``[B, N, H]``, and the last ``n`` of them again, for the target's output head.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.

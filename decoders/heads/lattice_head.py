@@ -82,7 +82,7 @@ class _Correlator(nn.Module):
         )
 
     def forward(self, block: DraftedBlock, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the cosines between vectors that are computed for candidates at neighbouring places.
+        """The cosines between vectors computed for candidates at neighbouring places.
 
         Args:
             candidates, log_probs: ``[B, T, C]``, the candidates' token ids and log-probabilities.

@@ -352,7 +352,7 @@ def _check_mask(mask: Any, input_ids: Tensor, cached: int) -> None:
     rows, count = input_ids.shape
     if mask.shape not in ((rows, count), (rows, cached + count)):
         wanted = (
-            f"it must be {[rows, count]}, or {[rows, cached + count]} with past_key_values"
+            f"the mask must be {[rows, count]}, or {[rows, cached + count]} with past_key_values"
             if cached
             else "shapes must be equal"
         )

@@ -63,7 +63,7 @@ class Growing:
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """Returns the new text that may be sent as spans (pieces of text, one per token), and the text's tokens. There are no tokens if
+        """The new text that may be sent as spans (pieces of text, one per token), and the text's tokens. There are no tokens if
         log probabilities were not requested. ended: whether the choice has ended, so that no text is held back.
         """
         generation = self.choice.generation

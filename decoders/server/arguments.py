@@ -45,7 +45,7 @@ class Stops:
 
     Attributes:
         strings: the stop strings.
-        special: special tokens whose names occur in the stop strings. The text that is searched for stop strings contains the names
+        special: special tokens whose names occur in the stop strings. The text searched for stop strings contains the names
             of these special tokens, and of no others.
     """
 

@@ -125,7 +125,7 @@ class Links:
 
 
 def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the conversation with at most one call per message, followed by the answer to the call."""
+    """The conversation with at most one call per message, followed by the answer to the call."""
     split, place = list[dict[str, Any]](), 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -145,7 +145,7 @@ def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answers_as_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the conversation with tool messages as user messages. Consecutive tool messages become one user message."""
+    """The conversation with tool messages as user messages. Consecutive tool messages become one user message."""
     told = list[dict[str, Any]]()
     for role, group in groupby(messages, lambda message: message["role"]):
         if role == "tool":

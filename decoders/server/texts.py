@@ -64,7 +64,7 @@ class Job:
     Attributes:
         id: the answer's id.
         created: Unix time of the answer's creation.
-        choices: the texts that are generated for the request.
+        choices: the texts generated for the request.
         stops: the stop strings, which apply to every choice.
         arrival: the request's arrival.
         seconds: seconds that the request may take, counted from its arrival.

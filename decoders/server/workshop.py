@@ -51,7 +51,7 @@ def _compile(wanted: Wanted, backend: Backend, seconds: float, vocabulary: Vocab
     return grammar
 
 
-#: Greatest number of tokens in each text that is generated to try a grammar.
+#: Greatest number of tokens in each text generated to try a grammar.
 TRIED = 48
 
 

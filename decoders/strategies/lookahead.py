@@ -254,7 +254,7 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
 
 
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
-    """Returns the pool with the n-grams `new` added at its front.
+    """The pool with the n-grams `new` added at its front.
 
     An n-gram that is already in the pool moves to the front. If a key has more than `per_key` n-grams, or the pool more than its
     capacity, the oldest are dropped.

@@ -144,7 +144,7 @@ def mini_tree(
     tokens: Tensor, length: Tensor, widths: tuple[int, ...], max_ngram: int, text_weight: int, scratch: Tensor,
     *table: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the likeliest followers, in the order of the nodes of :func:`spine`, and the order of each (see :func:`followers`).
+    """The likeliest followers, in the order of the nodes of :func:`spine`, and the order of each (see :func:`followers`).
 
     Both are ``[B, sum(widths)]`` int64. All depths compile to one graph, because calling one graph for each depth would take longer.
     """

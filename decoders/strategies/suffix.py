@@ -145,7 +145,7 @@ class Suffix(Strategy):
         return state
 
     def finish(self, state: _State) -> None:
-        """Adds the rows' outputs to the outputs that are remembered for later calls."""
+        """Adds the rows' outputs to the outputs remembered for later calls."""
         if state.append_only:
             for row in state.rows:
                 state.memory.add(row.output())

@@ -62,7 +62,7 @@ for _hook in HOOKS:
 
 
 class Replayed(Wrapped):
-    """Forwards calls to `inner` with tensors that are written in place and never replaced. Logs every draft.
+    """Forwards calls to `inner` with tensors written in place and never replaced. Logs every draft.
 
     After the first steps, the shapes and the state's tensors must stay the same, because a recording needs this.
 

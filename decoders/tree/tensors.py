@@ -158,7 +158,7 @@ class TreeTensors:
 
 
 def described(value: object) -> str:
-    """Returns a description of a wrong value for an error message: its dtype and shape, or its type."""
+    """A description of a wrong value for an error message: its dtype and shape, or its type."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"

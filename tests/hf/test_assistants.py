@@ -212,7 +212,7 @@ def test_a_stage_with_a_path_of_its_own(saved):
 
 
 def test_a_draft_on_another_device_is_refused(llama):
-    with pytest.raises(UnsupportedError, match="on meta, the target on cpu: move one"):
+    with pytest.raises(UnsupportedError, match="on meta, the target on cpu: call draft.to"):
         call(llama, assistant_model=tiny_draft("llama").to("meta"))
 
 

@@ -590,8 +590,8 @@ def test_arguments_are_checked_where_they_are_submitted(llama: PreTrainedModel) 
 @pytest.mark.parametrize(
     "prompt, options, error, said",
     [
-        (None, {}, InputError, "a prompt is text, or token ids .*, not None"),
-        (5, {}, InputError, "a prompt is text, or token ids .*, not 5"),
+        (None, {}, InputError, "a prompt must be text, or token ids .*, not None"),
+        (5, {}, InputError, "a prompt must be text, or token ids .*, not 5"),
         ([], {}, ContextLengthError, "the prompt is empty"),
         ("", {}, ContextLengthError, "the prompt is empty"),
         ("a\ud800", {}, InputError, "the prompt is not UTF-8 text: surrogates not allowed at character 1"),

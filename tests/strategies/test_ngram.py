@@ -214,8 +214,8 @@ def test_table_that_cannot_be_used_is_explained(kind, tmp_path):
     ("text", "vocab", "message"),
     [
         ([1, 2], 100, "no n-gram of 3 tokens"),
-        ([1, 2, 100], 100, "must lie in 0 … 99, not 1 to 100"),
-        ([1], 2**21, "64 bits"),
+        ([1, 2, 100], 100, "must be 0 … 99, not 1 to 100"),
+        ([1], 2**21, "at most 2097151 tokens"),
     ],
 )
 def test_text_that_cannot_be_counted_is_explained(text, vocab, message):

@@ -216,7 +216,7 @@ def core_of(
 
 
 def input_of(block: NodeBlock, rows: Rows) -> tuple[Tensor, PassInput]:
-    """Returns the tokens of the block's nodes ``[B, N]``, and the input of the pass over these nodes and the text before the root."""
+    """The tokens of the block's nodes ``[B, N]``, and the input of the pass over these nodes and the text before the root."""
     base = rows.length - 1
     nodes = torch.cat([rows.tokens.gather(1, base[:, None]), block.draft_tokens], dim=1)
     tokens, begin, tree = nodes, base, block.tree

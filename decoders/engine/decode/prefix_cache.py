@@ -35,7 +35,7 @@ class KeptText:
         return self.salt, self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: KeptText) -> int:
-        """Returns how many leading tokens of this text `prompt` shares and can reuse."""
+        """How many leading tokens of this text `prompt` shares and can reuse."""
         n = min(len(self.tokens), len(prompt.tokens))
         if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
@@ -67,7 +67,7 @@ class PrefixIndex:
         self._any_whole = any(text.whole for text in texts)
 
     def longest(self, prompt: KeptText) -> tuple[int, int]:
-        """Returns the number of tokens that the best text shares with `prompt`, and the text's index; ``(0, 0)`` without texts."""
+        """The number of tokens that the best text shares with `prompt`, and the text's index; ``(0, 0)`` without texts."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
         if self._any_whole:  # the neighbours may not be reusable, although a shorter text with `whole` may be
@@ -95,7 +95,7 @@ class PrefillPlan:
         lengths: list[int], reused: list[int], chunk: int | None, target: Target, *, leave_last_chunk: bool = False,
         given: bool = False,
     ) -> PrefillPlan:  # fmt: skip
-        """Returns the plan. The arguments are those of :meth:`~decoders.engine.decode.session.Session.prefill`.
+        """The plan. The arguments are those of :meth:`~decoders.engine.decode.session.Session.prefill`.
 
         Args:
             given: whether reused tokens must not be computed again, because they have no token ids (images, the caller's cache).

@@ -49,7 +49,7 @@ class VerifierRule:
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """Returns the path drawn from the verifier's outcomes."""
+        """The path drawn from the verifier's outcomes."""
         assert draft is not None
         verifier, shape = self.verifier, draft.topology
         if not verifier.trees and shape != Topology.chain(draft.tokens.shape[1]):
@@ -126,7 +126,7 @@ class HostRule:
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """Returns the target's choices along each row's path."""
+        """The target's choices along each row's path."""
         tree, plan = block.tree, self.plan
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)

@@ -16,7 +16,7 @@ from .rows import stop_tensor
 
 
 def sampling_of(requests: Sequence[Request], rows: int, device: torch.device) -> SamplingInputs:
-    """Returns the sampling tensors of one request, or of several requests with one row each.
+    """The sampling tensors of one request, or of several requests with one row each.
 
     A parameter that is equal in all rows is stored once.
 

@@ -99,7 +99,7 @@ class Outcome:
 
 
 def follow_matches(nodes: Tensor, chosen: Tensor, tree: TreeTensors) -> Acceptance:
-    """Returns the longest path on which every token is the target's own choice.
+    """The longest path on which every token is the target's own choice.
 
     This rule is exact for greedy decoding, and for sampling with noise that is a function of the position (Daliri et al. 2024,
     "Coupling without Communication and Drafter-Invariant Speculative Decoding"): the target's choice does not depend on the draft.

@@ -130,7 +130,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """Returns the topology of `draft`, the block's draft. If `on_device`, a `TreeTensors` topology is replaced by :attr:`tree`."""
+        """The topology of `draft`, the block's draft. If `on_device`, a `TreeTensors` topology is replaced by :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 

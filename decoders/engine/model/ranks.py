@@ -130,7 +130,7 @@ class Ranks:
 
         Args:
             what: the name of `parts` in the error message.
-            parts: tensors, which are compared by shape and bits, and other values, which are compared by ``repr``.
+            parts: tensors compared by shape and bits, and other values compared by ``repr``.
         """
         if not self.several:
             return

@@ -44,7 +44,7 @@ class SlotCache(Cache):
     """transformers' cache interface over :class:`CacheBuffers` for one forward pass.
 
     Args:
-        buffers: keys and values, which are written in place.
+        buffers: keys and values written in place.
         slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
         view: attention sees slots ``0 … view-1``, so that its cost depends on the length of the texts, not on the size of the cache.
         states: runs the recurrent layers in this pass; None if the model has no recurrent layers.

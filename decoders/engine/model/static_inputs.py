@@ -37,7 +37,7 @@ class SameObject:
 
 
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors inside `root`, by path, and all other values inside `root`, by path.
+    """The tensors inside `root`, by path, and all other values inside `root`, by path.
 
     Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. The value of a module
     includes the addresses of its weights. If an object has a method `static_parts`, the method's result is searched instead of the

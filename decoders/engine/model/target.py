@@ -59,7 +59,7 @@ class ForwardResult:
     layers: Tensor | None = None
 
     def behind(self, count: int) -> ForwardResult:
-        """Returns these results without the hidden states of the first `count` nodes, which got no logits."""
+        """These results without the hidden states of the first `count` nodes, which got no logits."""
         if not count:
             return self
         layers = self.layers[:, count:] if self.layers is not None else None

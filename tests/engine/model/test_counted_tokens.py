@@ -53,7 +53,7 @@ def test_several_rows_are_exact_before_that_and_refused_behind_it() -> None:
 def test_a_scheduler_refuses_texts_that_would_not_be_exact() -> None:
     model = decoders.enable(sharpening())
     with decoders.Scheduler(model, rows=2, slots=128) as scheduler:
-        with pytest.raises(ContextLengthError, match="one number for all rows"):
+        with pytest.raises(ContextLengthError, match="must be equal in all rows"):
             scheduler.submit(torch.arange(5, 25), max_new_tokens=20)
         assert scheduler.submit([5, 6, 7], max_new_tokens=2).result(60).shape[-1] == 5
 

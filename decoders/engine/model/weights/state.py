@@ -1,6 +1,6 @@
 """Detects changes of a model between two calls: changed weights, modules, attributes of modules, hooks, and config.
 
-The loop reads the model's own weights, so a changed weight takes effect immediately. What depends on the old weights must be dropped: keys
+The loop reads the model's own weights, so changed weights take effect immediately. What depends on old weights must be dropped: keys
 and values of earlier texts, quantized copies, and compiled code and CUDA graphs that contain values or addresses.
 """
 
