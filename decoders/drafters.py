@@ -124,7 +124,7 @@ class Drafter(ABC):
             step: the verified draft.
             own_nodes: number of nodes that this drafter proposed, root included. If ``step.own_nodes`` is not None, it is used
                 instead. In merged strategies the block also has nodes of other drafters, and the step may have accepted those nodes.
-            displaced: greatest number of accepted nodes that are in another slot than that of their position: 0 for a chain, the
+            displaced: greatest number of accepted nodes whose slot is not at their position: 0 for a chain, the
                 depth for a tree.
         """
 

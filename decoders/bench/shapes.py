@@ -16,7 +16,7 @@ from .workloads import Workload
 
 #: The note beside figures that were measured with random weights.
 RANDOM_WEIGHTS = (
-    "Random weights: times and memory are those of the real model, how often drafts are accepted means nothing."
+    "Random weights: times and memory are as for the real model, how often drafts are accepted means nothing."
 )
 #: Standard deviation of the weights.
 SCALE = 0.02

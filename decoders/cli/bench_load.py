@@ -170,7 +170,7 @@ def measure_load(
 def load(**options: Any) -> None:
     """Measure throughput and latency under a load of requests: with continuous batching, in fixed batches, and in transformers.
 
-    The prompts are those of `bench --prompts instruct`. Stop tokens are off: each request has a given number of new tokens, and only
+    The prompts are as for `bench --prompts instruct`. Stop tokens are off: each request has a given number of new tokens, and only
     these are counted.
     """
     measure_load(**options)

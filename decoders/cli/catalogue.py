@@ -74,7 +74,7 @@ def taken(kind: str) -> Items:
     """The objects of one kind (:data:`KINDS`) from the registry, not from a cached file.
 
     Each dict has the object's name, provider and version, the listed attributes of its class and, for strategies, the settings. The
-    grammars are only those of plugins.
+    grammars come only from plugins.
     """
     from ..registry import registry
     from ..registry.kinds import DISTRIBUTION

@@ -220,7 +220,7 @@ def promise(invariance: Invariance, dtype: str, low_precision: bool) -> Finding:
     """Whether all strategies write the tokens of plain decoding (docs/explanation/exactness.md). low_precision: at most 16 bits."""
     if not invariance.differs or not low_precision:
         rounding = f" (of two tokens that are equal to the last bits, {', '.join(invariance.differs)} decides)"
-        said = f"yes, in {dtype}: every strategy writes those of plain decoding"
+        said = f"yes, in {dtype}: every strategy writes the tokens of plain decoding"
         return Finding("same tokens", "ok", said + (rounding if invariance.differs else ""))
     where = f"{dtype} trees" if invariance.holds else dtype
     advice = (

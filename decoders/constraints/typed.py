@@ -21,7 +21,7 @@ from .python_types import readable, translated
 from .schemas.formats import FORMATS
 from .specs import JsonSchema
 
-_WARNING = "Conditions of the type that its schema cannot express are left to the validation of the finished text."
+_WARNING = "Conditions beyond the type's schema, such as validators, are left to the validation of the finished text."
 
 #: Kinds of Pydantic's core schemas, each with the conditions (keys) that its JSON schema covers. If a core schema has another kind or
 #: condition, perhaps from a later version of Pydantic, the type itself validates the finished text.

@@ -37,7 +37,7 @@ class DFlashConfig:
         mask_token_id: the token that is embedded where a token is to be drafted.
         layers: decoder layers of the target whose outputs the draft model reads.
         windows: for each layer of the draft model, the number of context tokens that every node of a block sees; None for all. Empty
-            for other formats than that of `speculators`. Then the sliding windows of `layer` are used.
+            for formats other than `speculators`. Then the sliding windows of `layer` are used.
         causal: for each layer, whether a node sees only itself and the nodes before it in the block (JetSpec: in all layers).
         from_last: whether the node of the last committed token drafts the first token (DSpark); otherwise the first mask does.
         taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.

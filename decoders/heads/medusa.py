@@ -278,7 +278,7 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
 
     At every position of the data, the right token of each head has a rank among the head's tokens. The ranks of all heads form the
     position's path. The tree accepts the part of this path that it contains. So a node adds a fixed share to the mean accepted
-    length: the share of positions whose path contains the node. A parent's share is at least that of its child, so the nodes with the
+    length: the share of positions whose path contains the node. A parent's share is at least its child's, so the nodes with the
     largest shares form a tree, which is the best tree. The paper instead multiplies the accuracies of single heads, as if they were
     independent.
 

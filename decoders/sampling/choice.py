@@ -151,7 +151,7 @@ def candidates(
 ) -> Candidates:  # fmt: skip
     """The tokens that the plan's operations keep after every node. logits: ``[B, N, V]``, positions: ``[B, N]``.
 
-    The scores equal those of :func:`~decoders.sampling.processors.process`. On GPUs, and in traced or recorded code, this function
+    The scores equal the result of :func:`~decoders.sampling.processors.process`. On GPUs, and in traced or recorded code, this function
     calls ``process``.
 
     Args:

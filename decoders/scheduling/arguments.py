@@ -1,4 +1,4 @@
-"""Checks the arguments that a scheduler and its requests take in addition to those of ``generate``."""
+"""Checks the arguments that a scheduler and its requests take besides ``generate``'s."""
 
 from __future__ import annotations
 

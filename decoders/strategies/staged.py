@@ -138,7 +138,7 @@ class Staged(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        # Only a leaf can be in another slot than that of its position. If a leaf is accepted, it is the last accepted node, which the
+        # Only a leaf can be in a slot that is not at its position. If a leaf is accepted, it is the last accepted node, which the
         # draft model reads again anyway.
         state.drafter.observe(step, state.own_nodes)
 
@@ -147,7 +147,7 @@ def collect(
     path: Tensor, emitted: Tensor, written: Tensor, tokens: Tensor, weights: Tensor, scores: Tensor | None,
     all_tokens: Tensor, all_weights: Tensor, all_scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Adds the continuations along the accepted path of a pass to those of earlier passes, and returns all of them.
+    """Adds the continuations along the accepted path of a pass to earlier passes' continuations, and returns all.
 
     Args:
         path: ``[B, n]``, the accepted node at each depth of the pass's block.

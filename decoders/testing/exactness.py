@@ -71,7 +71,7 @@ _references: dict[tuple, Any] = {}
 
 
 class _NotComparable(Exception):
-    """An argument or model of a call cannot be compared with that of another call."""
+    """An argument or model cannot be compared between two calls."""
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple:

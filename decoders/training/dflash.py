@@ -169,7 +169,7 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Fits each layer's keys and values of the context to those of its counterpart in the target (:func:`_origins`).
+    """Fits each layer's keys and values of the context to its counterpart's in the target (:func:`_origins`).
 
     `fc` becomes the projection of the features that best predicts the keys and values of these target layers (reduced-rank
     regression). Then each key matrix and each value matrix is fitted by least squares over `texts`. Matrices that have another shape

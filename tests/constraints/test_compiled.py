@@ -249,7 +249,7 @@ def changed(**tensors: torch.Tensor) -> bytes:
     ("content", "why"),
     [
         (b"x", "no tensors"),
-        (changed(extra=torch.zeros(1)), "not those of a table"),
+        (changed(extra=torch.zeros(1)), "do not form a table"),
         (changed(next=torch.zeros(3, dtype=torch.int32)), "do not fit"),
         (changed(masks=torch.zeros(3, 1, dtype=torch.int32)), "do not fit"),
         (changed(classes=torch.full((256,), 99)), "classes points out"),

@@ -90,7 +90,7 @@ def restored(content: bytes, vocabulary: Vocabulary) -> MaskedAutomaton:
     except (SafetensorError, ValueError) as error:
         raise GrammarError(f"it holds no tensors: {error}") from error
     if {name: tensor.dtype for name, tensor in parts.items()} != _TYPES:
-        raise GrammarError("its tensors are not those of a table")
+        raise GrammarError("its tensors do not form a table")
     next, masks, ends = parts["next"], parts["masks"], parts["ends"]
     states, kinds = next.shape if next.ndim == 2 else (0, 0)
     shapes = {

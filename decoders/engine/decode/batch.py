@@ -160,7 +160,7 @@ class Batch:
         Args:
             request: see :attr:`request`.
             sources: the former index of each row, -1 for a new row.
-            same: whether the sampling plan is that of the former rows, so that the core is kept.
+            same: whether the former rows have the same sampling plan, so that the core is kept.
         """
         self.request, self.members[:], self.width = request, members, len(sources)
         self.longest = max(

@@ -95,7 +95,7 @@ class PrefillPlan:
         lengths: list[int], reused: list[int], chunk: int | None, target: Target, *, leave_last_chunk: bool = False,
         given: bool = False,
     ) -> PrefillPlan:  # fmt: skip
-        """The plan. The arguments are those of :meth:`~decoders.engine.decode.session.Session.prefill`.
+        """The plan. The arguments are as in :meth:`~decoders.engine.decode.session.Session.prefill`.
 
         Args:
             given: whether reused tokens must not be computed again, because they have no token ids (images, the caller's cache).

@@ -59,7 +59,7 @@ torch.library.register_fake(
 
 
 def forward(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The output of a layer's experts, ``[T, H]``. The signature is that of transformers' expert functions.
+    """The output of a layer's experts, ``[T, H]``. The signature is the same as for transformers' expert functions.
 
     Args:
         hidden: ``[T, H]``.

@@ -246,7 +246,7 @@ def _whole_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def _attend_as(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
-    """Sets the attention implementation of `config` to that of `other`, and likewise for the configs inside `config`."""
+    """Copies the attention implementation of `other` to `config`, and likewise for the configs inside `config`."""
     if (name := attention_of(other)) is not None:
         set_attention(config, name)
     for part in config.sub_configs:

@@ -51,7 +51,7 @@ class Recurrent:
     keywords: dict[str, Any]
 
     def __call__(self, hidden: Tensor, cache: Cache) -> Tensor:
-        """The module's output for `hidden` ``[1, n, H]``. All other arguments are those of the trial pass."""
+        """The module's output for `hidden` ``[1, n, H]``. All other arguments are as in the trial pass."""
         first = self.tokens
 
         def tensor(value: Tensor) -> Tensor:
