@@ -170,20 +170,22 @@ def settings() -> Iterator[Finding]:
     """Whether the settings in the environment and the configuration file are valid, for the loop and every strategy."""
     from ..errors import SettingsError
     from ..registry import registry
+    from ..registry.builtin import MERGED
     from ..settings import RuntimeSettings, Settings, load_settings, settings_file, unknown_variables
 
-    entries = registry().strategies()
+    classes = [*(entry.cls for entry in registry().strategies().values()), MERGED]
     sections: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]
-    sections += [(entry.cls.settings_class, name) for name, entry in entries.items()]
+    sections += [(cls.settings_class, cls.name) for cls in classes]
+    names = [cls.name for cls in classes]
     problems = []
     for cls, section in sections:
         try:
-            load_settings(cls, section, {}, {}, sections=entries)
+            load_settings(cls, section, {}, {}, sections=names)
         except SettingsError as error:
             problems.append(str(error))
     for problem in dict.fromkeys(problems):  # an unreadable file gives the same error for every section
         yield Finding("settings", "problem", problem)
-    for name in unknown_variables(entries):
+    for name in unknown_variables(names):
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
     if not problems:
         path, _ = settings_file()
