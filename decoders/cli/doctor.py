@@ -95,7 +95,7 @@ def clash() -> Iterator[Finding]:
         "decoders",
         "problem",
         f"the distribution 'decoders' {other.version} is another project that installs the same import package: "
-        "pip uninstall decoders, then pip install --force-reinstall --no-deps hf-decoders",
+        "pip uninstall decoders, then pip install --force-reinstall --no-deps hf-decoders (in a clone: -e .)",
     )
 
 
