@@ -17,12 +17,15 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import decoders
 from decoders import Draft, Report, Strategy
+from decoders.engine.decode.calibration import Calibrator
 from decoders.engine.model import self_check, target
 from decoders.errors import SettingsError
 from decoders.hf import prepared_call as hf_call
 from decoders.report.drawing import PARTS
 from decoders.report.figures import Timings
 from decoders.testing import prompts, tiny_model
+
+from ..strategies.conftest import curve
 
 #: Seconds that each part of a call takes by a clock that nothing else moves.
 SECONDS = {
@@ -117,13 +120,16 @@ def traced() -> tuple[Any, dict[str, Any]]:
     tokenizer.pad_token_id = tokenizer.pad_token_id or 0
     texts = ["def add(a, b):\n    return a + b\n\ndef add(a, b):", "x = 1\nx = 1\nx ="]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    outs = {
-        strategy: model.generate(
-            **inputs, strategy=strategy, max_new_tokens=12, do_sample=False, return_dict_in_generate=True,
-            decoders_config={"trace": True, "compile": False},
-        )
-        for strategy in ("prompt_lookup", "prompt_lookup+ngram", "auto")
-    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        cheap = curve({1: 10.0, 65: 10.5})  # on a busy machine no draft may seem to pay
+        patch.setattr(Calibrator, "known", lambda *_: cheap)
+        outs = {
+            strategy: model.generate(
+                **inputs, strategy=strategy, max_new_tokens=12, do_sample=False, return_dict_in_generate=True,
+                decoders_config={"trace": True, "compile": False, "prune": False},
+            )
+            for strategy in ("prompt_lookup", "prompt_lookup+ngram", "auto")
+        }  # fmt: skip
     return tokenizer, {
         name: (out.report, out.sequences[:, inputs["input_ids"].shape[1] :]) for name, out in outs.items()
     }
