@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import decoders
 from decoders import Draft, Report, Strategy
-from decoders.engine.decode.calibration import Calibrator
 from decoders.engine.model import self_check, target
 from decoders.errors import SettingsError
 from decoders.hf import prepared_call as hf_call
 from decoders.report.drawing import PARTS
 from decoders.report.figures import Timings
+from decoders.strategies import Auto
+from decoders.strategy import no_costs
 from decoders.testing import prompts, tiny_model
-
-from ..strategies.conftest import curve
 
 #: Seconds that each part of a call takes by a clock that nothing else moves.
 SECONDS = {
@@ -121,8 +121,9 @@ def traced() -> tuple[Any, dict[str, Any]]:
     texts = ["def add(a, b):\n    return a + b\n\ndef add(a, b):", "x = 1\nx = 1\nx ="]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     with pytest.MonkeyPatch.context() as patch:
-        cheap = curve({1: 10.0, 65: 10.5})  # on a busy machine no draft may seem to pay
-        patch.setattr(Calibrator, "known", lambda *_: cheap)
+        start, ticks = Auto.start, itertools.count()
+        steady = dict(clock=lambda: next(ticks) * 1e-6, costs=no_costs)  # on a busy machine no draft may seem to pay
+        patch.setattr(Auto, "start", lambda self, context: start(self, replace(context, **steady)))
         outs = {
             strategy: model.generate(
                 **inputs, strategy=strategy, max_new_tokens=12, do_sample=False, return_dict_in_generate=True,
