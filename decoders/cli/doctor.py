@@ -173,19 +173,18 @@ def settings() -> Iterator[Finding]:
     from ..registry.builtin import MERGED
     from ..settings import RuntimeSettings, Settings, load_settings, settings_file, unknown_variables
 
-    classes = [*(entry.cls for entry in registry().strategies().values()), MERGED]
+    classes = {name: entry.cls for name, entry in registry().strategies().items()} | {MERGED.name: MERGED}
     sections: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]
-    sections += [(cls.settings_class, cls.name) for cls in classes]
-    names = [cls.name for cls in classes]
+    sections += [(cls.settings_class, name) for name, cls in classes.items()]
     problems = []
     for cls, section in sections:
         try:
-            load_settings(cls, section, {}, {}, sections=names)
+            load_settings(cls, section, {}, {}, sections=classes)
         except SettingsError as error:
             problems.append(str(error))
     for problem in dict.fromkeys(problems):  # an unreadable file gives the same error for every section
         yield Finding("settings", "problem", problem)
-    for name in unknown_variables(names):
+    for name in unknown_variables(classes):
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
     if not problems:
         path, _ = settings_file()
