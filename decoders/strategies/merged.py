@@ -172,7 +172,7 @@ class Merged(Strategy):
         if needed > left and self.settings.nodes is not None:
             raise SettingsError(
                 f"{part.name} needs {amount(len(shape), 'node')}, {needed} of which cannot be left out; a budget of "
-                f"{amount(self.settings.nodes, 'node')} leaves it {left}: raise nodes"
+                f"{amount(self.settings.nodes, 'node')} leaves it {left}: raise nodes of merged"
             )
         return max(left, needed)
 

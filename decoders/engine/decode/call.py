@@ -24,7 +24,6 @@ from .drafters.counts import DraftCounts
 from .drafters.drafter import ModelDrafter
 from .engine import Engine
 from .kind import inputs_of
-from .losses import warn_of_load
 from .output import RequestOutput
 from .prompt_reader import PromptReader
 from .proposer import Proposer
@@ -77,7 +76,6 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                 close(proposer, output, error)
                 raise
             close(proposer, output)
-            warn_of_load(batch.report)
             return output
     finally:
         release_threads()  # another thread may make the next call
