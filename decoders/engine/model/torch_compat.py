@@ -22,6 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: The errors that Dynamo raises if it cannot compile. torch has no public class for them.
@@ -155,11 +156,25 @@ def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
 
 
 def skip_state_guard(entries: Sequence[Any]) -> list[bool]:
-    """A guard filter that leaves out the guard on torch's number of threads, which may change between two steps.
+    """A guard filter that leaves out the guards on torch's number of threads and default device, which may change between two steps.
 
-    That guard also checks autocast, which is off in calls, and the default dtype, which does not change compiled code.
+    The first guard also checks autocast, which is off in calls, and the default dtype, which does not change compiled code. The second
+    guard reads a value of the process, which another thread sets while it loads a model.
     """
-    return [entry.guard_type != "GLOBAL_STATE" for entry in entries]
+    return [entry.guard_type not in ("GLOBAL_STATE", "DEFAULT_DEVICE") for entry in entries]
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Within this context, this thread has no default device, nor another ``TorchFunctionMode``. Dynamo would compile code again for
+    each of them, and raises an error for code that calls ``unflatten``, as attention layers of transformers do.
+    """
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def mark_static(tensor: Tensor, dim: int) -> None:

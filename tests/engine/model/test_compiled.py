@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
 from decoders.engine.decode.verify import StepFunctions
+from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput, after_text, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import tiers
@@ -97,6 +100,27 @@ def test_later_calls_compile_nothing(
     else:
         expected = reference(compiled, inputs, **options)
     assert torch.equal(out.sequences, expected.sequences)
+
+
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cpu")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.usefixtures("default_device")
+def test_a_default_device_compiles_nothing(compiled: PreTrainedModel, elsewhere: bool) -> None:
+    """torch sets one part of it for the thread, and one for the process."""
+    modes, graphs = torch.overrides._get_current_function_mode_stack(), torch_compat.graphs_compiled()
+    expected = decode(compiled, prompts(2), max_new_tokens=6).sequences
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit if elsewhere else lambda function: SimpleNamespace(result=function)
+        out = run(lambda: decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6)).result()
+    assert out.report.compiled and torch_compat.graphs_compiled() == graphs
+    assert torch.equal(out.sequences, expected)
+    assert len(modes) == 1 and torch.overrides._get_current_function_mode_stack() == modes
 
 
 def test_a_block_of_any_size_takes_the_same_graph(compiled: PreTrainedModel) -> None:
