@@ -22,7 +22,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: The errors that Dynamo raises if it cannot compile. torch has no public class for them.
@@ -165,16 +166,24 @@ def skip_state_guard(entries: Sequence[Any]) -> list[bool]:
 
 
 @contextmanager
-def without_function_modes() -> Iterator[None]:
-    """Within this context, this thread has no default device, nor another ``TorchFunctionMode``. Dynamo would compile code again for
-    each of them, and raises an error for code that calls ``unflatten``, as attention layers of transformers do.
+def without_default_device() -> Iterator[None]:
+    """Within this context, this thread has no default device. With one, Dynamo would compile code again, and raise an error for code
+    that calls ``unflatten``, as ours does. For calls that are not :func:`within_modes`.
     """
-    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
     try:
         yield
     finally:
         for mode in reversed(modes):
             _push_mode(mode)
+
+
+def within_modes() -> bool:
+    """Whether this thread is in a ``TorchDispatchMode`` or ``TorchFunctionMode``, except the mode of a default device. Dynamo compiles
+    nothing in a dispatch mode: it would raise an error, also in all later calls of the same code.
+    """
+    modes = _get_current_function_mode_stack()
+    return torch._C._len_torch_dispatch_stack() > 0 or not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def mark_static(tensor: Tensor, dim: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
@@ -21,6 +22,7 @@ from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.regions import fixed
 from decoders.engine.model.compiled.tiers import PassKind
 from decoders.engine.model.target import Target
+from decoders.errors import UnsupportedError
 from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, prompts, reference, tiny_draft, tiny_model
@@ -121,6 +123,24 @@ def test_a_default_device_compiles_nothing(compiled: PreTrainedModel, elsewhere:
     assert out.report.compiled and torch_compat.graphs_compiled() == graphs
     assert torch.equal(out.sequences, expected)
     assert len(modes) == 1 and torch.overrides._get_current_function_mode_stack() == modes
+
+
+class Dispatched(torch_compat.TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", [Dispatched, BaseTorchFunctionMode])
+def test_a_call_within_a_mode_of_torch_runs_uncompiled(compiled: PreTrainedModel, mode: Any) -> None:
+    """Dynamo would raise an error, in this call and in all later ones."""
+    expected = decode(compiled, prompts(2), max_new_tokens=6).sequences
+    with mode():
+        out = decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6, decoders_config={"compile": "auto"})
+        with pytest.raises(UnsupportedError, match="compile=True.*FlopCounterMode"):
+            decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6)
+    assert not out.report.compiled and torch.equal(out.sequences, expected)
+    later = decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6)
+    assert later.report.compiled and later.report.compilations == 0 and torch.equal(later.sequences, expected)
 
 
 def test_a_block_of_any_size_takes_the_same_graph(compiled: PreTrainedModel) -> None:

@@ -78,7 +78,7 @@ class CompiledFunction:
 
     def _run(self, kind: tuple, args: tuple) -> Any:
         try:
-            with torch_compat.without_function_modes():
+            with torch_compat.without_default_device():
                 result = self.compiled(*args)
             self._worked = True
             return result

@@ -71,7 +71,7 @@ class RegionalForward:
         self._compiled = self._wrap()
 
     def __call__(self, *args: Any) -> Any:
-        with torch_compat.without_function_modes():
+        with torch_compat.without_default_device():
             return self._compiled(*args)
 
     def compile(self, *args: Any) -> None:
