@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import threading
 import warnings
@@ -25,6 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from ...common.transformers_compat import REGISTRY
 
 #: The errors that Dynamo raises if it cannot compile. torch has no public class for them.
 COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -150,10 +151,12 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
-    """A guard filter that leaves out guards on modules, because the engine compares the state of the weights instead."""
-    return list(
-        map(operator.and_, torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries), skip_state_guard(entries))
-    )
+    """A guard filter that leaves out guards on modules, because the engine compares the state of the weights instead, and on a table
+    of transformers, to which every class of models adds an entry of its own.
+    """
+    left = [REGISTRY not in entry.name for entry in entries]
+    modules = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
+    return [all(kept) for kept in zip(left, modules, skip_state_guard(entries), strict=True)]
 
 
 def skip_state_guard(entries: Sequence[Any]) -> list[bool]:
