@@ -356,7 +356,7 @@ def plain(text: str) -> str:
 OWN = {
     "strategy": "Name of a strategy ([list](strategies.md)), several names joined by `+`, a `Strategy` class or an instance of one. "
     "Without `strategy`, transformers' own `generate` runs.",
-    "strategy_config": "Settings of the strategy, a dict. For `a+b`: a dict per strategy name.",
+    "strategy_config": "Settings of the strategy, a dict. For `a+b`: a dict per strategy name, and `merged` for the joint tree.",
     "decoders_config": "Settings of the loop for this call, a dict: see [settings](settings.md#the-loop).",
     "seed": "Seed of the sampling noise. The same seed gives the same tokens under every exact strategy.",
     "generator": "A `torch.Generator` that the seed is drawn from. Not together with `seed`.",
@@ -386,7 +386,7 @@ def generate() -> Iterator[str]:
     yield "| argument | what to do instead |\n| --- | --- |"
     for name, (_, advice) in arguments.REFUSED.items():
         yield f"| `{name}` | {advice} |"
-    yield "\nValues that change nothing, such as `num_beams=1` or `use_cache=True`, are accepted. So is every other argument of\n"
+    yield "\nValues that change nothing, such as `num_beams=1` or `use_cache=True`, are accepted. So is every other argument of"
     yield "transformers' `generate`, with the meaning that it has there; an argument of the model's forward pass is refused.\n"
     yield "## Translated\n"
     yield "In the call and in the generation config. A setting that is also given in our own words must agree.\n"
@@ -424,9 +424,9 @@ def strategy_page() -> Iterator[str]:
             yield "It has no settings.\n"
             continue
         yield f"Settings (`{cls.settings_class.__name__}`):\n"
-        yield from fields(cls.settings_class, cls.name, variables=cls is not merged.Merged)
+        yield from fields(cls.settings_class, cls.name)
         if cls is merged.Merged:
-            yield "Given in Python only: `Merged([PromptLookup(), …], MergedSettings(nodes=32))`.\n"
+            yield 'In a call: `strategy_config={"merged": {"nodes": 32}}`, beside the settings of the parts.\n'
 
 
 def verifier_page() -> Iterator[str]:
@@ -455,14 +455,15 @@ def settings_page() -> Iterator[str]:
     yield "Each setting is taken from the first place that has it:\n"
     yield "1. the call (`strategy=`, `strategy_config=`, `decoders_config=`);"
     yield "2. the generation config (`strategy`, `strategy_config`);"
-    yield "3. the environment;"
-    yield "4. the file: the one that `DECODERS_CONFIG` names, else `decoders.toml`, else `pyproject.toml`, in the working directory;"
-    yield "5. its default.\n"
+    yield "3. `decoders.enable`;"
+    yield "4. the environment;"
+    yield "5. the file: the one that `DECODERS_CONFIG` names, else `decoders.toml`, else `pyproject.toml`, in the working directory;"
+    yield "6. its default.\n"
     yield "## The loop\n"
     yield body(settings.RuntimeSettings, "RuntimeSettings")
     yield from fields(settings.RuntimeSettings, None)
     yield "## Strategies\n"
-    for cls in strategies.BUILT_IN:
+    for cls in [*strategies.BUILT_IN, merged.Merged]:
         if cls.settings_class.model_fields:
             yield f"### {cls.name}\n"
             yield from fields(cls.settings_class, cls.name)

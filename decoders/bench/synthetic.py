@@ -23,6 +23,10 @@ from ..strategy import Context, Draft, Sequences, Strategy
 LENGTH = 5
 
 
+def _powers(share: float) -> tuple[float, ...]:
+    return tuple(share**n for n in range(1, LENGTH + 1))
+
+
 class SyntheticSettings(Settings):
     """How often draft tokens are accepted."""
 
@@ -76,7 +80,9 @@ class Synthetic(Strategy):
         self.rehearsed: object = None
 
     def __str__(self) -> str:
-        return f"{self.name}[{','.join(f'{share:g}' for share in self.settings.acceptance)}]"
+        shares = self.settings.acceptance
+        shares = shares[:1] if shares == _powers(shares[0]) else shares
+        return f"{self.name}[{','.join(f'{share:g}' for share in shares)}]"
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -93,9 +99,7 @@ class Synthetic(Strategy):
             raise SettingsError(
                 f"an acceptance is a share, such as 0.8, or one for each draft token, 0.9,0.8,0.6; not {text!r}"
             ) from None
-        return cls(
-            acceptance=tuple(shares[0] ** n for n in range(1, LENGTH + 1)) if len(shares) == 1 else tuple(shares)
-        )
+        return cls(acceptance=_powers(shares[0]) if len(shares) == 1 else tuple(shares))
 
     def learn(self, prompt: Sequence[int], continuation: Sequence[int]) -> None:
         """Stores the text that plain decoding writes after a prompt."""

@@ -177,7 +177,7 @@ class ExtensibleGroup(TyperGroup):
             if args and (name := self._prefix() + args[0]) in OF_LAB:
                 error.possibilities = ()  # type: ignore[attr-defined]
                 error.message = (  # type: ignore[attr-defined]
-                    f"'{name}' is a command of decoders-lab, a separate distribution; `decoders plugins` lists what is installed"
+                    f"'{name}' is a command of decoders-lab, a separate distribution: pip install ./plugins/decoders-lab in a clone"
                 )
                 raise
             begun = [name for name in self.list_commands(ctx) if args and name.startswith(args[0])]

@@ -95,7 +95,7 @@ def clash() -> Iterator[Finding]:
         "decoders",
         "problem",
         f"the distribution 'decoders' {other.version} is another project that installs the same import package: "
-        "pip uninstall decoders, then pip install --force-reinstall --no-deps hf-decoders",
+        "pip uninstall decoders, then pip install --force-reinstall --no-deps hf-decoders (in a clone: -e .)",
     )
 
 
@@ -170,20 +170,21 @@ def settings() -> Iterator[Finding]:
     """Whether the settings in the environment and the configuration file are valid, for the loop and every strategy."""
     from ..errors import SettingsError
     from ..registry import registry
+    from ..registry.builtin import MERGED
     from ..settings import RuntimeSettings, Settings, load_settings, settings_file, unknown_variables
 
-    entries = registry().strategies()
+    classes = {name: entry.cls for name, entry in registry().strategies().items()} | {MERGED.name: MERGED}
     sections: list[tuple[type[Settings], str | None]] = [(RuntimeSettings, None)]
-    sections += [(entry.cls.settings_class, name) for name, entry in entries.items()]
+    sections += [(cls.settings_class, name) for name, cls in classes.items()]
     problems = []
     for cls, section in sections:
         try:
-            load_settings(cls, section, {}, {}, sections=entries)
+            load_settings(cls, section, {}, {}, sections=classes)
         except SettingsError as error:
             problems.append(str(error))
     for problem in dict.fromkeys(problems):  # an unreadable file gives the same error for every section
         yield Finding("settings", "problem", problem)
-    for name in unknown_variables(entries):
+    for name in unknown_variables(classes):
         yield Finding("settings", "warning", f"{name} is set but nothing reads it")
     if not problems:
         path, _ = settings_file()

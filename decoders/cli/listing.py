@@ -166,7 +166,7 @@ def config(
     from ..settings import RuntimeSettings, settings_file, variable_of
 
     strategies = catalogue("strategies")
-    names = [item["name"] for item in strategies]
+    names = [*(item["name"] for item in strategies), "merged"]  # the settings of a+b
     path, content = settings_file()
     changed = [
         name for name in names
@@ -181,16 +181,18 @@ def config(
         if not shown:
             raise UnknownNameError("strategy", strategy, names)
     for name in shown:
-        if name not in changed:  # read from the catalogue, because loading the strategy imports torch
-            own = next(item["settings"] for item in strategies if item["name"] == name)
+        own = next((item["settings"] for item in strategies if item["name"] == name), None)
+        if own is not None and name not in changed:  # loading the strategy would import torch
             sections[name] = [
                 {"setting": s["name"], "value": s["default"], "from": "default", "meaning": s["description"]}
                 for s in own
             ]
             continue
         from ..registry import registry
+        from ..registry.builtin import MERGED
 
-        settings = _in_force(registry().strategy(name).settings_class, name, names)
+        cls = MERGED if own is None else registry().strategy(name)
+        settings = _in_force(cls.settings_class, name, names)
         sections[name] = [item for item in settings if strategy is not None or item["from"] != "default"]
     if as_json:
         typer.echo(json.dumps({"file": str(path) if path else None} | sections, indent=2))

@@ -73,8 +73,8 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
         return Lark(str(text), backend=backend, policy=policy)
     if file.suffix == ".gbnf":
         raise GrammarError(
-            f"{file.name}: GBNF is not supported. llguidance.gbnf_to_lark turns it into Lark; check the result, since terminals "
-            "of Lark take as much text as they can and those of GBNF do not",
+            f"{file.name}: GBNF is not supported. llguidance.gbnf_to_lark.gbnf_to_lark(text) turns it into Lark; check the result, "
+            "since terminals of Lark take as much text as they can and those of GBNF do not",
             "gbnf",
         )
     return Lark(library.file_content(file), backend=backend, policy=policy, label=file.name)

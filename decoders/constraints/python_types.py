@@ -64,6 +64,8 @@ def schema_of(value: Any) -> dict[str, Any]:
         schema = translated(adapter.json_schema(), adapter.core_schema)
     except (PydanticUserError, TypeError, NameError, RecursionError) as error:
         why = str(error).split("\n")[0]
+        if isinstance(error, RecursionError):
+            why = "it refers to itself, which before Python 3.12 only a typing_extensions.TypedDict may, or it is nested too deeply"
         raise GrammarError(f"{shortened(repr(value))} has no JSON schema: {why}", "type") from error
     return _anchored(schema, set(_terms(value, {})))
 

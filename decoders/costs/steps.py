@@ -95,20 +95,23 @@ class StepCosts:
         size: maps the number of nodes of a draft, root included, to the number of nodes of its padded block.
         ratios: returns, for a context, each tier's ratios of observed to expected seconds in earlier calls; they are updated in place.
         line: the line that earlier calls fitted without a curve; it is updated in place.
+        like: costs of the same batch with other rows; their ratio of observed to expected seconds is kept.
     """
 
     def __init__(
         self, curve: CostCurve | None, rows: int, context: int, size: Callable[[int], int] = lambda nodes: nodes,
         ratios: Callable[[int], dict[bool, SizeRatios]] | None = None, line: StepLine | None = None,
+        like: StepCosts | None = None,
     ) -> None:  # fmt: skip
         self.curve, self.rows, self.size = curve, rows, size
-        self.context, self.compiled = max(context, 1), False
-        self._scale = 1.0
+        self.context = max(context, 1)
+        self.compiled, self._scale, self.observed = False, 1.0, 0
+        if like is not None and like.curve is not None:
+            self.compiled, self._scale, self.observed = like.compiled, like._scale, like.observed
         own: dict[bool, SizeRatios] = {}
         self._ratios = ratios or (lambda context: own)
         self._line = line or StepLine()
         self._expected: dict[int, float] = {}
-        self.observed = 0
 
     @property
     def known(self) -> bool:

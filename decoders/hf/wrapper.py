@@ -17,6 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from ..constraints import Backend, Vocabulary
 from ..engine.decode.call import decode
 from ..engine.decode.engine import TEXTS, Engine, MemoryKey
+from ..engine.decode.losses import warn_of_load
 from ..engine.decode.output import RequestOutput
 from ..engine.model.call_lock import CallLock
 from ..engine.model.layout import number_of_logits, refuse_capture, refuse_unfit
@@ -107,6 +108,7 @@ class Generate:
                 call.judge(written)
                 result = call.result(written)
                 written.report.finished(begun)
+                warn_of_load(written.report)  # after a streamer has ended its line
                 return result
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:

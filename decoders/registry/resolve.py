@@ -60,7 +60,7 @@ def resolve_strategy(
         unknown = sorted(set(given or {}) - {*own, MERGED.name})
         if unknown:
             raise SettingsError(
-                f"strategy_config of {chosen!r} is keyed by strategy: {', '.join(own)}; not {unknown[0]!r}"
+                f"strategy_config of {chosen!r} is keyed by strategy: {', '.join([*own, MERGED.name])}; not {unknown[0]!r}"
             )
         for name, value in (given or {}).items():
             if not isinstance(value, Mapping | None):

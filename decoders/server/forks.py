@@ -41,7 +41,7 @@ def exchanged(control: socket.socket, content: bytes, check: Check) -> bytes | N
     with mine, tempfile.TemporaryFile() as task:
         task.write(content)
         task.seek(0)
-        with theirs, contextlib.suppress(ConnectionError):  # the workshop has ended
+        with theirs, contextlib.suppress(OSError):  # the workshop has ended
             socket.send_fds(control, [b"."], [theirs.fileno(), task.fileno()])
         while not mine.poll(PATIENCE):
             check()

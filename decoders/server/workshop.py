@@ -121,6 +121,7 @@ class Workshop:
         self._known: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._hang_up: Callable[[], object] = lambda: None
 
     def known(self, wanted: Wanted) -> bool:
         """Whether the grammar is cached, so that :meth:`prepared` need not compile."""
@@ -175,8 +176,9 @@ class Workshop:
                     stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | threads, start_new_session=True,
                 )  # fmt: skip
+            self._hang_up()  # closes the socket of a process that has ended
             self._control = mine
-            weakref.finalize(self, mine.close)  # the process ends when this socket closes
+            self._hang_up = weakref.finalize(self, mine.close)  # the process ends when this socket closes
 
     def _done(self, task: Callable[[Vocabulary], Any], check: Check, seconds: float = 1.0) -> Any:
         """Runs `task` in a fork, and returns its result or raises its error. seconds: its processor time, in addition to

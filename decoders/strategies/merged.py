@@ -95,7 +95,9 @@ class Merged(Strategy):
     def start(self, context: Context) -> MergedState:
         config, count = context.model.config, context.decoder_layers
         layers = tuple(part.layers_for(config, count) for part in self.parts)
-        state = MergedState([], [], node_budget(context.costs, self.settings.nodes, NODES), layers)
+        # `observe` may come before the first `propose`: until then no part has nodes in a block.
+        owned = [range(1, 1)] * len(self.parts)
+        state = MergedState([], owned, node_budget(context.costs, self.settings.nodes, NODES), layers)
         try:
             for part in self.parts:
                 state.parts.append(part.start(context.part(part)))
@@ -172,7 +174,7 @@ class Merged(Strategy):
         if needed > left and self.settings.nodes is not None:
             raise SettingsError(
                 f"{part.name} needs {amount(len(shape), 'node')}, {needed} of which cannot be left out; a budget of "
-                f"{amount(self.settings.nodes, 'node')} leaves it {left}: raise nodes"
+                f"{amount(self.settings.nodes, 'node')} leaves it {left}: raise nodes of merged"
             )
         return max(left, needed)
 

@@ -50,10 +50,10 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Wraps `inner`, and asks it for a draft only in the first two of every four steps.
+    """Wraps `inner`, and asks it for a draft only in two of every four steps, not in the first.
 
-    Step 1: drafts the first half of the draft of `inner`. Step 2: drafts nothing. Step 3: drafts a token that is not from `inner`.
-    Step 4: drafts nothing.
+    Step 1: drafts nothing. Step 2: drafts the first half of the draft of `inner`. Step 3: drafts nothing. Step 4: drafts a token that
+    is not from `inner`.
     """
 
     name = "resting"
@@ -67,24 +67,24 @@ class Resting(Strategy):
         self.inner.finish(state["inner"])
 
     def start(self, context: Context) -> dict[str, Any]:
-        return {"inner": self.inner.start(context), "step": 0, "own": None}
+        return {"inner": self.inner.start(context), "step": 0, "own": 0}
 
     def propose(self, state: dict[str, Any], sequences: Sequences) -> Draft:
         state["step"] += 1
         turn, state["own"] = state["step"] % 4, 0
-        if turn in (1, 2):
-            self.inner.limit(state["inner"], turn)
+        if turn in (2, 3):
+            self.inner.limit(state["inner"], turn - 1)
             draft = self.inner.propose(state["inner"], sequences)
-            if turn == 1:
+            if turn == 2:
                 kept = draft.tokens.shape[1] // 2
                 state["own"] = kept + 1
                 return draft.head(kept)
-        if turn == 3:
+        if turn == 0:
             return Draft.chain(sequences.last)
         return Draft.nothing(len(sequences.length), sequences.length.device)
 
     def observe(self, state: dict[str, Any], step: Step) -> None:
-        missed = self.inner.misses_steps and state["step"] % 4 in (3, 0)
+        missed = self.inner.misses_steps and state["step"] % 4 in (0, 1)
         if self.inner.observes and not missed:
             self.inner.observe(state["inner"], replace(step, own_nodes=state["own"]))
 

@@ -27,6 +27,7 @@ def test_one_number_is_that_of_every_token_and_several_are_shares_by_position() 
         Synthetic.of("0.9,0.8").settings.acceptance == (0.9, 0.8)
         and str(Synthetic.of("0.9,0.8")) == "synthetic[0.9,0.8]"
     )
+    assert str(Synthetic.of("0.8")) == "synthetic[0.8]"  # as the user has typed it
     for text, said in [
         ("0.8,0.9", "none is larger than the one before"),
         ("1.2", "between 0 and 1"),

@@ -611,6 +611,15 @@ def test_config_says_where_each_setting_comes_from(monkeypatch: pytest.MonkeyPat
     assert run("config").exit_code == 2 and run("config", "prompt_lokup").exit_code == 2
 
 
+def test_the_joint_trees_settings_are_listed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Most nodes of the joint tree" in run("config", "merged").stdout
+    monkeypatch.setenv("DECODERS_MERGED_NODES", "9")
+    assert json.loads(run("config", "--json").stdout)["merged"][0]["value"] == 9
+    assert "DECODERS_MERGED_NODES" not in run("doctor", "--json").stdout
+    monkeypatch.setenv("DECODERS_MERGED_NODES", "1")
+    assert "DECODERS_MERGED_NODES" in run("doctor", "--json").stdout
+
+
 def test_doctor_lists_findings_as_json() -> None:
     result = run("doctor", "--json")
     found = {item["name"]: item for item in json.loads(result.stdout)}

@@ -331,8 +331,11 @@ def test_one_line_of_lark_is_no_path() -> None:
 
 
 def test_gbnf_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(GrammarError, match=r"gbnf_to_lark"):
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    with pytest.raises(GrammarError, match=r"llguidance\.gbnf_to_lark\.gbnf_to_lark\(text\)"):
         decoders.grammar(tmp_path / "x.gbnf")
+    assert decoders.grammar(gbnf_to_lark('root ::= "a" | "b"')).language().lark
     with pytest.raises(GrammarError, match=r"looks like GBNF"):
         decoders.grammar('root ::= "a"\n')
     with pytest.raises(GrammarError, match=r"looks like GBNF"):

@@ -30,6 +30,7 @@ from decoders.heads.dflash_files import save_draft_model
 from decoders.heads.eagle3_files import save_head
 from decoders.heads.medusa import HeadsConfig, MedusaHeads, save_heads
 from decoders.registry import registry, reset_registry
+from decoders.registry.builtin import MERGED
 from decoders.settings import RuntimeSettings, load_settings
 from decoders.testing import ARCHITECTURES, kit
 from decoders.training.dflash import block_config, new_draft_model
@@ -317,8 +318,8 @@ def test_settings_files_load(page: str, reader: Path, monkeypatch: pytest.Monkey
 def test_every_variable_that_is_named_is_read() -> None:
     """Variables of strategies that a page invents itself are left out."""
     known = {f"DECODERS_{name.upper()}" for name in (*settings.RuntimeSettings.model_fields, *settings.NOT_SETTINGS)}
-    for name, entry in registry().strategies().items():
-        known |= {f"DECODERS_{name}_{field}".upper() for field in entry.cls.settings_class.model_fields}
+    for cls in (*(entry.cls for entry in registry().strategies().values()), MERGED):
+        known |= {f"DECODERS_{cls.name}_{field}".upper() for field in cls.settings_class.model_fields}
     for page in PAGES:
         named = set(re.findall(r"DECODERS_[A-Z0-9_]*[A-Z0-9]", (ROOT / page).read_text(encoding="utf-8")))
         assert not {n for n in named if not n.startswith("DECODERS_BIGRAM")} - known, page

@@ -133,7 +133,7 @@ MERGED = "prompt_lookup+autoregressive"
         (SettingsError, "length", dict(strategy_config={"length": 0})),
         (SettingsError, "length", dict(strategy_config={"length": "many"})),
         (SettingsError, "min_ngram", dict(strategy_config={"max_ngram": 2, "min_ngram": 3})),
-        (SettingsError, "keyed by strategy", dict(strategy=MERGED, strategy_config={"length": 3})),
+        (SettingsError, "keyed by strategy: .*merged; not", dict(strategy=MERGED, strategy_config={"length": 3})),
         (SettingsError, "only once", dict(strategy="prompt_lookup+prompt_lookup")),
         (SettingsError, "strategy", dict(strategy=42)),
         (SettingsError, "strategy", dict(strategy={"name": "prompt_lookup"})),

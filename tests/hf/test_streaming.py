@@ -100,6 +100,16 @@ def test_text_iterator_streamer_in_a_thread(llama: PreTrainedModel, letters: Pre
     assert text == letters.decode(results[0][0, P:])
 
 
+def test_the_warning_about_other_processes_comes_after_the_text(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal it would otherwise stand in the text's last line."""
+    recorder, ends = Recorder(), list[int]()
+    monkeypatch.setattr("decoders.hf.wrapper.warn_of_load", lambda report: ends.append(recorder.ends))
+    llama.generate(**prompts(1), strategy="prompt_lookup", max_new_tokens=4, streamer=recorder, **EAGER)
+    assert ends == [1]
+
+
 def test_a_streamer_that_raises_ends_the_call_and_the_model_stays_usable(llama: PreTrainedModel) -> None:
     class Impatient(Recorder):
         def put(self, value: Tensor) -> None:

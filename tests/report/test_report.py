@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from decoders.errors import SettingsError
 from decoders.hf import prepared_call as hf_call
 from decoders.report.drawing import PARTS
 from decoders.report.figures import Timings
+from decoders.strategies import Auto
+from decoders.strategy import no_costs
 from decoders.testing import prompts, tiny_model
 
 #: Seconds that each part of a call takes by a clock that nothing else moves.
@@ -117,13 +120,17 @@ def traced() -> tuple[Any, dict[str, Any]]:
     tokenizer.pad_token_id = tokenizer.pad_token_id or 0
     texts = ["def add(a, b):\n    return a + b\n\ndef add(a, b):", "x = 1\nx = 1\nx ="]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    outs = {
-        strategy: model.generate(
-            **inputs, strategy=strategy, max_new_tokens=12, do_sample=False, return_dict_in_generate=True,
-            decoders_config={"trace": True, "compile": False},
-        )
-        for strategy in ("prompt_lookup", "prompt_lookup+ngram", "auto")
-    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        start, ticks = Auto.start, itertools.count()
+        steady = dict(clock=lambda: next(ticks) * 1e-6, costs=no_costs)  # on a busy machine no draft may seem to pay
+        patch.setattr(Auto, "start", lambda self, context: start(self, replace(context, **steady)))
+        outs = {
+            strategy: model.generate(
+                **inputs, strategy=strategy, max_new_tokens=12, do_sample=False, return_dict_in_generate=True,
+                decoders_config={"trace": True, "compile": False, "prune": False},
+            )
+            for strategy in ("prompt_lookup", "prompt_lookup+ngram", "auto")
+        }  # fmt: skip
     return tokenizer, {
         name: (out.report, out.sequences[:, inputs["input_ids"].shape[1] :]) for name, out in outs.items()
     }

@@ -20,7 +20,7 @@ from decoders.strategies import Auto, Lookahead, Medusa, PromptLookup, Speculati
 from decoders.strategies.merged import Merged, MergedState
 from decoders.strategy import Context, Strategy, no_costs
 
-from .conftest import DESIGN, SIZE, scheduler_of, text_of
+from .conftest import DESIGN, EAGER, SIZE, scheduler_of, text_of
 
 #: Lengths of prompts and new tokens.
 RAGGED = [(5, 19), (17, 4), (40, 14), (2, 25), (9, 2), (23, 16)]
@@ -119,6 +119,27 @@ def test_auto_measures_no_more_numbers_of_rows_than_two(monkeypatch: pytest.Monk
         for generation in asked:
             generation.result(120)
     assert measured == [1, 4]
+
+
+def test_auto_knows_its_rate_however_many_requests_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where steps take a thousandth of the measured seconds."""
+    plain, states = calibration.measure, []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        return [point.model_copy(update={"seconds": 1000 * point.seconds}) for point in plain(*args, **options)]
+
+    class Watched(Auto):
+        def observe(self, state: Any, step: Any) -> None:
+            super().observe(state, step)
+            states.append((state.seconds, state.costs.step(1)))
+
+    monkeypatch.setattr(calibration, "measure", slow)
+    model = decoders.enable(DESIGN(1))
+    with scheduler_of(model, strategy=Watched(), decoders_config=EAGER) as scheduler:
+        for number in range(40):
+            scheduler.submit(text_of(number, 5), max_new_tokens=3).result(120)
+    seconds, expected = states[-1]
+    assert seconds < 100 * expected
 
 
 def test_strategies_say_whether_they_keep_rows() -> None:

@@ -1,13 +1,15 @@
-"""Attacks on a server: clients in a process of their own, ``python attacks.py URL NAME CLIENTS``, until its input ends."""
+"""Attacks on a server: clients in a process of their own, ``python attacks.py URL NAME CLIENTS``."""
 
 from __future__ import annotations
 
 import base64
 import itertools
 import json
+import os
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -125,16 +127,18 @@ ATTACKS: dict[str, Callable[[int], Asked]] = {
     "a megabyte of JSON": content('{"prompt": "a", "metadata": {"a": ' + "[" * 500_000 + "]" * 500_000 + "}}"),
 }
 GONE = "the same, gone at once"
+#: Seconds of an attack: at least, and at most if there are no answers yet for as many requests as there are clients.
+SECONDS, LONGEST = 1.2, 5.0
 
 
 def main(url: str, name: str, clients: int) -> None:
     import httpx
 
-    told, numbers, over = Counter[str](), itertools.count(), threading.Event()
+    told, numbers = Counter[str](), itertools.count()
 
     def ask() -> None:
         client = httpx.Client(base_url=url, timeout=0.3 if name == GONE else 60, trust_env=False)
-        while not over.is_set():
+        while True:
             route, body = ATTACKS[name](next(numbers))
             sent = json.dumps(body).encode() if isinstance(body, dict) else body
             method, headers = "GET" if sent is None else "POST", {"Content-Type": "application/json"}
@@ -143,15 +147,14 @@ def main(url: str, name: str, clients: int) -> None:
             except httpx.HTTPError as error:
                 told[type(error).__name__] += 1
 
-    threads = [threading.Thread(target=ask) for _ in range(clients)]
-    for each in threads:
-        each.start()
+    for _ in range(clients):
+        threading.Thread(target=ask, daemon=True).start()
     print("begun", flush=True)
-    sys.stdin.read()
-    over.set()
-    for each in threads:
-        each.join()
-    print(json.dumps(told))
+    begun = time.monotonic()
+    while (past := time.monotonic() - begun) < SECONDS or (past < LONGEST and sum(told.values()) < clients):
+        time.sleep(0.05)
+    print(json.dumps(told), flush=True)
+    os._exit(0)  # what is still asked for is dropped
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def test_the_image_copies_what_is_there_and_starts_the_server() -> None:
     started = serve.make_context(command, words)
     assert name == "decoders" and started.params["host"] == "0.0.0.0" and given["EXPOSE"] == str(started.params["port"])
     assert given["ARG"] == "TORCH=cpu" and "whl/${TORCH}" in DOCKERFILE.read_text(encoding="utf-8")
+
+
+def test_the_image_has_what_the_package_is_built_from() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    hooks = [hook["path"] for hook in wheel["hooks"].values()]
+    needed = {"pyproject.toml", project["project"]["readme"], *wheel["packages"], *wheel["force-include"], *hooks}
+    copied = {source for word, rest in instructions() if word == "COPY" for source in rest.split()[:-1]}
+    assert needed <= copied
 
 
 @pytest.mark.slow

@@ -159,6 +159,17 @@ def test_another_process_is_begun_where_one_was_killed(workshop: Workshop, caplo
     assert "has ended with -9" in caplog.text
 
 
+def test_processes_that_were_killed_leave_no_descriptors() -> None:
+    shop, counts = Workshop(VOCABULARY, Auto(), 2.0), []
+    for _ in range(3):
+        shop.begin()
+        counts.append(len(os.listdir("/proc/self/fd")))
+        assert shop._process is not None
+        shop._process.kill()
+        shop._process.wait()
+    assert counts[0] == counts[-1]
+
+
 @pytest.mark.slow
 def test_what_is_remembered_is_bounded_in_bytes(workshop: Workshop, monkeypatch: Any) -> None:
     monkeypatch.setattr("decoders.server.workshop.KEPT_BYTES", 1)

@@ -19,12 +19,12 @@ from ..model.ranks import Ranks
 from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
 from ..model.static_inputs import StaticInputs
 from ..model.threads import release_threads
+from ..model.torch_compat import within_modes
 from .batch import Batch
 from .drafters.counts import DraftCounts
 from .drafters.drafter import ModelDrafter
 from .engine import Engine
 from .kind import inputs_of
-from .losses import warn_of_load
 from .output import RequestOutput
 from .prompt_reader import PromptReader
 from .proposer import Proposer
@@ -77,7 +77,6 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
                 close(proposer, output, error)
                 raise
             close(proposer, output)
-            warn_of_load(batch.report)
             return output
     finally:
         release_threads()  # another thread may make the next call
@@ -151,21 +150,22 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 def agreed(request: Request, ranks: Ranks) -> Request:
     """Checks that all processes that share a model got the same request.
 
-    Returns `request`; if several processes share the model, a copy without compilation.
+    Returns `request`; if several processes share the model, or a mode of torch watches the call, a copy without compilation.
 
     Raises:
         RanksError: the processes were given different requests.
-        UnsupportedError: the request has ``compile=True``, and several processes share the model.
+        UnsupportedError: the request has ``compile=True`` and cannot be compiled.
     """
-    if not ranks.several:
+    if ranks.several:
+        reason = f"{ranks.size} processes share this model, and what they share runs uncompiled"
+    elif within_modes():
+        reason = "the call is within a TorchDispatchMode or TorchFunctionMode, such as FlopCounterMode, which sees no compiled code"
+    else:
         return request
-    runtime = request.runtime
-    if runtime.compile is True:
-        raise UnsupportedError(
-            f"compile=True: {ranks.size} processes share this model, and what they share runs uncompiled. Leave compile='auto'"
-        )
+    if request.runtime.compile is True:
+        raise UnsupportedError(f"compile=True: {reason}. Leave compile='auto'")
     ranks.check("what generate is asked for", request.kind, *inputs_of(request))
-    return replace(request, runtime=runtime.model_copy(update={"compile": False}))
+    return replace(request, runtime=request.runtime.model_copy(update={"compile": False}))
 
 
 def recordable(proposer: Proposer) -> bool:

@@ -51,6 +51,7 @@ class Proposer:
         self.drafters: list[ModelDrafter] = []
         self.modules: list[SlotPasses] = []
         self.costs: StepCosts | None = None
+        self._former: StepCosts | None = None  # `costs` before the rows were arranged
         self._measured = self._measured_rows = False
         self.state: Any = None
         self.worth: DraftWorth | None = None
@@ -78,7 +79,7 @@ class Proposer:
         batch.arrange(request, members, sources, same=same)
         if self.worth is not None:
             self.worth.rebatch(sources[: batch.row_count])
-        self.costs = None
+        self.costs, self._former = None, self.costs or self._former
         if stays:
             context = self._rebatched(sources)
             with untouched("rebatch", strategy, context.sequences):
@@ -280,7 +281,9 @@ class Proposer:
             if known is not None:
                 # Equal calls must have equal node budgets, so ratios observed in earlier calls are used only if costs are measured.
                 ratios = partial(calibration.ratios, batch.width) if measure else None
-                self.costs, self._measured = StepCosts(known, batch.width, context, batch.blocks.size, ratios), measure
+                like = self.costs or self._former
+                self.costs = StepCosts(known, batch.width, context, batch.blocks.size, ratios, like=like)
+                self._measured = measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 
     def step_costs(self) -> StepCosts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import threading
 import warnings
@@ -22,7 +21,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from ...common.transformers_compat import REGISTRY
 
 #: The errors that Dynamo raises if it cannot compile. torch has no public class for them.
 COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -148,18 +151,42 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
-    """A guard filter that leaves out guards on modules, because the engine compares the state of the weights instead."""
-    return list(
-        map(operator.and_, torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries), skip_state_guard(entries))
-    )
+    """A guard filter that leaves out guards on modules, because the engine compares the state of the weights instead, and on a table
+    of transformers, to which every class of models adds an entry of its own.
+    """
+    left = [REGISTRY not in entry.name for entry in entries]
+    modules = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
+    return [all(kept) for kept in zip(left, modules, skip_state_guard(entries), strict=True)]
 
 
 def skip_state_guard(entries: Sequence[Any]) -> list[bool]:
-    """A guard filter that leaves out the guard on torch's number of threads, which may change between two steps.
+    """A guard filter that leaves out the guards on torch's number of threads and default device, which may change between two steps.
 
-    That guard also checks autocast, which is off in calls, and the default dtype, which does not change compiled code.
+    The first guard also checks autocast, which is off in calls, and the default dtype, which does not change compiled code. The second
+    guard reads a value of the process, which another thread sets while it loads a model.
     """
-    return [entry.guard_type != "GLOBAL_STATE" for entry in entries]
+    return [entry.guard_type not in ("GLOBAL_STATE", "DEFAULT_DEVICE") for entry in entries]
+
+
+@contextmanager
+def without_default_device() -> Iterator[None]:
+    """Within this context, this thread has no default device. With one, Dynamo would compile code again, and raise an error for code
+    that calls ``unflatten``, as ours does. For calls that are not :func:`within_modes`.
+    """
+    modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def within_modes() -> bool:
+    """Whether this thread is in a ``TorchDispatchMode`` or ``TorchFunctionMode``, except the mode of a default device. Dynamo compiles
+    nothing in a dispatch mode: it would raise an error, also in all later calls of the same code.
+    """
+    modes = _get_current_function_mode_stack()
+    return torch._C._len_torch_dispatch_stack() > 0 or not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def mark_static(tensor: Tensor, dim: int) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
+from decoders.common.transformers_compat import REGISTRY
 from decoders.engine.decode.verify import StepFunctions
+from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput, after_text, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import tiers
 from decoders.engine.model.compiled.regions import fixed
 from decoders.engine.model.compiled.tiers import PassKind
 from decoders.engine.model.target import Target
+from decoders.errors import UnsupportedError
 from decoders.report import Report
 from decoders.strategies import PromptLookup
 from decoders.testing import Replay, prompts, reference, tiny_draft, tiny_model
@@ -97,6 +103,53 @@ def test_later_calls_compile_nothing(
     else:
         expected = reference(compiled, inputs, **options)
     assert torch.equal(out.sequences, expected.sequences)
+
+
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cpu")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.usefixtures("default_device")
+def test_a_default_device_compiles_nothing(compiled: PreTrainedModel, elsewhere: bool) -> None:
+    """torch sets one part of it for the thread, and one for the process."""
+    modes, graphs = torch.overrides._get_current_function_mode_stack(), torch_compat.graphs_compiled()
+    expected = decode(compiled, prompts(2), max_new_tokens=6).sequences
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit if elsewhere else lambda function: SimpleNamespace(result=function)
+        out = run(lambda: decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6)).result()
+    assert out.report.compiled and torch_compat.graphs_compiled() == graphs
+    assert torch.equal(out.sequences, expected)
+    assert len(modes) == 1 and torch.overrides._get_current_function_mode_stack() == modes
+
+
+def test_a_model_of_another_class_compiles_nothing(compiled: PreTrainedModel) -> None:
+    registry = getattr(pytest.importorskip("transformers.utils.output_capturing"), REGISTRY)
+    expected, graphs = decode(compiled, prompts(2), max_new_tokens=6).sequences, torch_compat.graphs_compiled()
+    dict.__setitem__(registry, "a class of which the first model is created now", {})
+    assert torch.equal(decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6).sequences, expected)
+    assert torch_compat.graphs_compiled() == graphs
+
+
+class Dispatched(torch_compat.TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", [Dispatched, BaseTorchFunctionMode])
+def test_a_call_within_a_mode_of_torch_runs_uncompiled(compiled: PreTrainedModel, mode: Any) -> None:
+    """Dynamo would raise an error, in this call and in all later ones."""
+    expected = decode(compiled, prompts(2), max_new_tokens=6).sequences
+    with mode():
+        out = decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6, decoders_config={"compile": "auto"})
+        with pytest.raises(UnsupportedError, match="compile=True.*FlopCounterMode"):
+            decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6)
+    assert not out.report.compiled and torch.equal(out.sequences, expected)
+    later = decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6)
+    assert later.report.compiled and later.report.compilations == 0 and torch.equal(later.sequences, expected)
 
 
 def test_a_block_of_any_size_takes_the_same_graph(compiled: PreTrainedModel) -> None:

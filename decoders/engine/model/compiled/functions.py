@@ -78,7 +78,8 @@ class CompiledFunction:
 
     def _run(self, kind: tuple, args: tuple) -> Any:
         try:
-            result = self.compiled(*args)
+            with torch_compat.without_default_device():
+                result = self.compiled(*args)
             self._worked = True
             return result
         except (*torch_compat.COMPILER_ERRORS, AssertionError) as error:

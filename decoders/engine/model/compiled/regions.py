@@ -71,7 +71,8 @@ class RegionalForward:
         self._compiled = self._wrap()
 
     def __call__(self, *args: Any) -> Any:
-        return self._compiled(*args)
+        with torch_compat.without_default_device():
+            return self._compiled(*args)
 
     def compile(self, *args: Any) -> None:
         """Compiles the graph for arguments like `args`. Raises the compiler's error if this fails both by regions and as a whole."""

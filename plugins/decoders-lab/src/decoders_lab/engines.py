@@ -117,7 +117,7 @@ def check_installed(engine: str) -> None:
     missing = [name for name in (kind.library, *(["gguf"] if engine == "llama.cpp" else [])) if find_spec(name) is None]
     if missing:
         raise EngineMissingError(
-            f"{engine} needs {' and '.join(missing)}: pip install 'decoders-lab[{kind.extra}]'"
+            f"{engine} needs {' and '.join(missing)}: pip install './plugins/decoders-lab[{kind.extra}]' in a clone of hf-decoders"
         )  # fmt: skip
 
 

@@ -83,32 +83,39 @@ struct Queries {
     const int* slots;
     long row, head, begin, count;
     float* space;
-    long group = a.heads / a.kv_heads, wide = (a.value_width + LANES - 1) / LANES * LANES, length = (a.width + 3) / 4 * 4;
-    float* queries = space;
-    float* keys = queries + count * a.width + LANES;
+    long group = a.heads / a.kv_heads, wide = (a.value_width + LANES - 1) / LANES * LANES, lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
+    uint32_t* queries = (uint32_t*)space;
+    float* keys = space + count * lanes + LANES;
     float* branch_keys = keys + length * PLACES;
     float* scores = branch_keys + length * PLACES;
     float* branch_scores = scores + TILE * PLACES;
     float* key_rows = branch_scores + TILE * PLACES;
+    float scale = a.softcap ? a.scale : a.scale * LOG2_E;
     Mean stretch = mean(key_rows + LANES * length), all = mean(stretch.tops + count);
-    Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), key_rows};
+    Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), lanes, key_rows};
     const C* values = (const C*)a.value.data + a.value.at(row, head);
     const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: looked up once, because a division takes long
     Ahead ahead_values = {}, ahead_keys = {};  // values of this block, and keys of the next one
 
     Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }
+    static long lanes_of(const Attention& a) { return (a.width + Lane<C>::NUMBERS - 1) / Lane<C>::NUMBERS; }
     static long space_for(const Attention& a, long count) {
-        long wide = (a.value_width + LANES - 1) / LANES * LANES, length = (a.width + 3) / 4 * 4;
-        return count * a.width + LANES + 2 * length * PLACES + 2 * TILE * PLACES + LANES * length + 2 * count * (wide + LANES + 1) + LANES;
+        long wide = (a.value_width + LANES - 1) / LANES * LANES, lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
+        return count * lanes + LANES + 2 * length * PLACES + 2 * TILE * PLACES + LANES * length + 2 * count * (wide + LANES + 1) + LANES;
     }
     const Seen& of(long n) const { return *of_query[n]; }
 
     [[gnu::noinline]] void take() {
-        float scale = a.softcap ? a.scale : a.scale * LOG2_E;
         for (long n = 0; n < count; n++) {
             of_query[n] = seen + (begin + n) / group;
             long from = a.query.at(row, head * group + (begin + n) % group) + (begin + n) / group * a.query.of_slot;
-            for (long d = 0; d < a.width; d++) queries[n * a.width + d] = widen(a.type, a.query.data, from + d) * scale;
+            uint32_t* own = queries + n * lanes;
+            if constexpr (Lane<C>::NUMBERS > 1) {
+                memset(own, 0, lanes * sizeof(uint32_t));
+                memcpy(own, (const C*)a.query.data + from, a.width * sizeof(C));
+            } else {
+                for (long d = 0; d < lanes; d++) own[d] = as_bits(widen(a.type, a.query.data, from + d) * scale);
+            }
         }
     }
 
@@ -153,7 +160,7 @@ struct Queries {
         if (first >= next || end <= block) return;
         first = std::max(first, block) - block;
         straight = std::min(straight, next) - block;
-        score(size, queries + tile * a.width, a.width, keys, scores, first / LANES, (straight + LANES - 1) / LANES, ahead_keys);
+        score<C>(size, queries + tile * lanes, lanes, keys, scale, scores, first / LANES, (straight + LANES - 1) / LANES, ahead_keys);
         for (long n = tile, node_end; n < tile + size; n = node_end) {
             for (node_end = n + 1; node_end < tile + size && of_query[node_end] == of_query[n];) node_end++;
             if (of(n).count) score_branch(block, tile, n, int(node_end - n));
@@ -181,8 +188,8 @@ struct Queries {
         if (from >= to) return;
         const int* own = slots + s.gathered + from - s.straight;
         transposed.gathered(block, from, to, own, branch_keys, ahead_values);
-        score(
-            size, queries + n * a.width, a.width, branch_keys, branch_scores, (from - block) / LANES, (to - block + LANES - 1) / LANES, ahead_keys);
+        score<C>(
+            size, queries + n * lanes, lanes, branch_keys, scale, branch_scores, (from - block) / LANES, (to - block + LANES - 1) / LANES, ahead_keys);
         for (int i = 0; i < size; i++)
             memcpy(scores + (n - tile + i) * PLACES + from - block, branch_scores + i * PLACES + from - block, (to - from) * sizeof(float));
     }

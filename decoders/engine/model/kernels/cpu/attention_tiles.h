@@ -78,32 +78,47 @@ struct Ahead {
     }
 };
 
-// The scores of N queries for V vectors of places. keys: [width, PLACES].
-template <int N, int V>
-inline void score_tile(const float* queries, long width, const float* keys, float* scores, Ahead& ahead) {
+// The numbers of queries and keys, in lanes of 32 bits: a float, or a pair of bfloat16 where one instruction multiplies pairs.
+template <class C>
+struct Lane {
+    static constexpr int NUMBERS = 1;
+    static Vec multiply_add(Vec query, Vec keys, Vec sums) { return ::multiply_add(query, keys, sums); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Lane<bfloat16> {
+    static constexpr int NUMBERS = 2;
+    static Vec multiply_add(Vec query, Vec keys, Vec sums) { return _mm512_dpbf16_ps(sums, (__m512bh)query, (__m512bh)keys); }
+};
+#endif
+
+// The scores of N queries for V vectors of places. keys: [lanes, PLACES]. scale: of the scores, if queries in pairs are not scaled yet.
+template <class C, int N, int V>
+inline void score_tile(const uint32_t* queries, long lanes, const float* keys, float scale, float* scores, Ahead& ahead) {
     Vec sums[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) sums[n][v] = zeros();
-    for (long d = 0; d < width; d++, keys += PLACES) {
+    for (long d = 0; d < lanes; d++, keys += PLACES) {
         ahead.step();
         Vec k[V];
         for (int v = 0; v < V; v++) k[v] = load(keys + v * LANES);
         for (int n = 0; n < N; n++) {
-            Vec x = broadcast(queries[n * width + d]);
-            for (int v = 0; v < V; v++) sums[n][v] = multiply_add(x, k[v], sums[n][v]);
+            Vec x = (Vec)(queries[n * lanes + d] + Bits{});
+            for (int v = 0; v < V; v++) sums[n][v] = Lane<C>::multiply_add(x, k[v], sums[n][v]);
         }
     }
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(scores + n * PLACES + v * LANES, sums[n][v]);
+        for (int v = 0; v < V; v++) store(scores + n * PLACES + v * LANES, Lane<C>::NUMBERS > 1 ? sums[n][v] * broadcast(scale) : sums[n][v]);
 }
 
 // The scores of `count` queries for the places in vectors begin … end - 1 of a block.
-[[gnu::noinline]] inline void score(
-    int count, const float* queries, long width, const float* keys, float* scores, long begin, long end, Ahead& ahead) {
+template <class C>
+[[gnu::noinline]] void score(
+    int count, const uint32_t* queries, long lanes, const float* keys, float scale, float* scores, long begin, long end, Ahead& ahead) {
     with_count(count, [&](auto constant) {
         constexpr int N = decltype(constant)::value;
         in_vectors<N>(begin, end, [&](auto vectors, long v) {
-            score_tile<N, decltype(vectors)::value>(queries, width, keys + v * LANES, scores + v * LANES, ahead);
+            score_tile<C, N, decltype(vectors)::value>(queries, lanes, keys + v * LANES, scale, scores + v * LANES, ahead);
         });
     });
 }
@@ -155,7 +170,7 @@ template <class C>
     });
 }
 
-// Transposes the keys of a row and head: to[d * PLACES + i] is number d of the key at place i of the block.
+// Transposes the keys of a row and head: to[d * PLACES + i] is lane d of the key at place i of the block.
 template <class C>
 struct Transposed {
     const C* keys;
@@ -163,13 +178,16 @@ struct Transposed {
     Type type;  // of the scales
     const Slots& scales;
     long first_scale;
-    float* rows;  // [LANES, width rounded up to 4]
+    long lanes;   // of a key, see Lane
+    float* rows;  // [LANES, lanes rounded up to 4]
 
     // Transposes `count` keys, at most LANES. slots: null for successive slots from `slot` on; a slot of -1 gives zeros.
     [[gnu::noinline]] void some(long slot, const int* slots, long count, float* to, Ahead& ahead) const {
+        constexpr int NUMBERS = Lane<C>::NUMBERS;
+        constexpr bool AS_GIVEN = sizeof(C) * NUMBERS == sizeof(float);
         const float* from = (const float*)(keys + slot * stride);
-        if (!slots && count == LANES && std::is_same_v<C, float> && width % 4 == 0) {
-            in_fours(from, stride, width, ahead, [&](long d, Vec v) { store(to + d * PLACES, v); });
+        if (!slots && count == LANES && AS_GIVEN && width % (4 * NUMBERS) == 0 && stride % NUMBERS == 0) {
+            in_fours(from, stride / NUMBERS, lanes, ahead, [&](long d, Vec v) { store(to + d * PLACES, v); });
         } else if (!slots && count == LANES && std::is_same_v<C, bfloat16> && width % 8 == 0 && stride % 2 == 0) {
             in_fours(from, stride / 2, width / 2, ahead, [&](long d, Vec v) {
                 store(to + 2 * d * PLACES, first_of_pairs((Bits)v));
@@ -184,7 +202,7 @@ struct Transposed {
                 store(to + (4 * d + 3) * PLACES, int8_of_fours<3>((Bits)v) * scale);
             });
         } else {
-            const long length = (width + 3) / 4 * 4;
+            const long length = (lanes + 3) / 4 * 4;
             for (long i = 0; i < LANES; i++) {
                 long one = i < count ? slots ? slots[i] : slot + i : -1;
                 float* row = rows + i * length;
@@ -193,6 +211,11 @@ struct Transposed {
                     continue;
                 }
                 const C* key = keys + one * stride;
+                if constexpr (AS_GIVEN) {
+                    memset(row + width / NUMBERS, 0, (length - width / NUMBERS) * sizeof(float));
+                    memcpy(row, key, width * sizeof(C));
+                    continue;
+                }
                 float scale = 1;
                 if constexpr (std::is_same_v<C, int8_t>) scale = widen(type, scales.data, first_scale + one * scales.of_slot);
                 long d = 0;
