@@ -40,6 +40,7 @@ struct Seen {
     long end() const { return straight + count; }
 };
 
+inline long round_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
 // Returns what a query sees, and appends its gathered slots to `slots`. in_order: number of leading nodes with a depth equal to their index.
@@ -83,7 +84,7 @@ struct Queries {
     const int* slots;
     long row, head, begin, count;
     float* space;
-    long group = a.heads / a.kv_heads, wide = (a.value_width + LANES - 1) / LANES * LANES, lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
+    long group = a.heads / a.kv_heads, wide = wide_of(a), lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
     uint32_t* queries = (uint32_t*)space;
     float* keys = space + count * lanes + LANES;
     float* branch_keys = keys + length * PLACES;
@@ -98,9 +99,10 @@ struct Queries {
     Ahead ahead_values = {}, ahead_keys = {};  // values of this block, and keys of the next one
 
     Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }
+    static long wide_of(const Attention& a) { return round_up(a.value_width, Lane<C>::NUMBERS * LANES); }
     static long lanes_of(const Attention& a) { return (a.width + Lane<C>::NUMBERS - 1) / Lane<C>::NUMBERS; }
     static long space_for(const Attention& a, long count) {
-        long wide = (a.value_width + LANES - 1) / LANES * LANES, lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
+        long wide = wide_of(a), lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
         return count * lanes + LANES + 2 * length * PLACES + 2 * TILE * PLACES + LANES * length + 2 * count * (wide + LANES + 1) + LANES;
     }
     const Seen& of(long n) const { return *of_query[n]; }
@@ -166,19 +168,27 @@ struct Queries {
             if (of(n).count) score_branch(block, tile, n, int(node_end - n));
         }
         for (long n = tile; n < tile + size; n++) weigh_query(block, n, scores + (n - tile) * PLACES);
-        if (common_first < common_end) {
-            for (long n = tile; n < tile + size; n++) add_straight(block, std::max(of(n).first, block), common_first, n, tile);
-            add_values(size, scores + common_first - block, values + common_first * a.value.of_slot, a.value.of_slot, nullptr,
+        common_first = round_up(common_first, Lane<C>::NUMBERS), common_end = common_end / Lane<C>::NUMBERS * Lane<C>::NUMBERS;
+        const bool common = common_first < common_end;
+        for (long n = tile; common && n < tile + size; n++) add_places(block, std::max(of(n).first, block), common_first, n, tile);
+        if (common)
+            add_values(size, weights_at(common_first - block, 0), values + common_first * a.value.of_slot, a.value.of_slot, nullptr,
                        common_end - common_first, stretch.sums + tile * wide, wide, a.value_width, ahead_keys);
-        }
-        for (long n = tile; n < tile + size; n++) {
-            const Seen& s = of(n);
-            add_straight(block, common_first < common_end ? common_end : std::max(s.first, block), std::min(s.straight, next), n, tile);
-            for (long place = std::max(s.straight, block); place < std::min(s.end(), next); place++) {
-                const int* slot = slots + s.gathered + place - s.straight;
-                if (*slot >= 0) add_one(scores + (n - tile) * PLACES + place - block, values, slot, 1, n);
-            }
-        }
+        for (long n = tile; n < tile + size; n++)
+            add_places(block, common ? common_end : std::max(of(n).first, block), std::min(of(n).end(), next), n, tile);
+    }
+
+    const float* weights_at(long place, long row) const { return scores + row * PLACES + place / Lane<C>::NUMBERS; }
+
+    // Adds the values of the places from `from` to `to` - 1 of a block to the sums of a query.
+    [[gnu::noinline]] void add_places(long block, long from, long to, long n, long tile) {
+        if (from >= to) return;
+        const Seen& s = of(n);
+        int own[PLACES];
+        long first = from / Lane<C>::NUMBERS * Lane<C>::NUMBERS, count = 0;
+        for (long place = first; place < to || count % Lane<C>::NUMBERS; place++)
+            own[count++] = place < from || place >= to ? -1 : place < s.straight ? int(place) : slots[s.gathered + place - s.straight];
+        add_values(1, weights_at(first - block, n - tile), values, a.value.of_slot, own, count, stretch.sums + n * wide, wide, a.value_width, ahead_keys);
     }
 
     // Computes the scores of a node's queries for the gathered slots of a block of places.
@@ -215,14 +225,7 @@ struct Queries {
                 if (slot >= 0) own[place - block] *= widen(a.type, a.value_scales.data, a.value_scales.at(row, head) + slot * a.value_scales.of_slot);
             }
         }
-    }
-
-    void add_straight(long block, long from, long to, long n, long tile) {
-        if (from < to) add_one(scores + (n - tile) * PLACES + from - block, values + from * a.value.of_slot, nullptr, to - from, n);
-    }
-
-    [[gnu::noinline]] void add_one(const float* weights, const C* from, const int* at, long number, long n) {
-        add_values(1, weights, from, a.value.of_slot, at, number, stretch.sums + n * wide, wide, a.value_width, ahead_keys);
+        Lane<C>::weights(own);
     }
 
     [[gnu::noinline]] void add_stretch(long n, const float* sums, float total, float top) {
@@ -255,7 +258,7 @@ struct Queries {
         }
         long to = ((row * a.queries + (begin + n) / group) * a.heads + own) * a.value_width;
         float share = total == 0 ? 0 : 1 / total;  // a query before the start of its row sees nothing
-        for (long d = 0; d < a.value_width; d++) narrow(sums[d] * share, a.type, a.out, to + d);
+        for (long d = 0; d < a.value_width; d++) narrow(sums[Lane<C>::sum_of(d)] * share, a.type, a.out, to + d);
     }
 };
 
@@ -291,7 +294,7 @@ void attend_to_slots(const Attention& a, int threads) {
     const long items = a.rows * a.kv_heads * parts, stretches = std::max((end + STRETCH - 1) / STRETCH, 1L);
     if (seen_places * a.heads * (a.width + a.value_width) < LEAST_SHARED) threads = 1;
     const bool split = threads > 1 && stretches > 1 && items < 4 * threads;
-    const long wide = (a.value_width + LANES - 1) / LANES * LANES, own = (Queries<C>::space_for(a, most) + LANES - 1) / LANES * LANES;
+    const long wide = Queries<C>::wide_of(a), own = (Queries<C>::space_for(a, most) + LANES - 1) / LANES * LANES;
     const long part = most * (wide + 2);
     float* space = (float*)workspace((threads * own + (split ? items * stretches * part : 0)) * sizeof(float));
     auto queries_of = [&](int thread, long item) {

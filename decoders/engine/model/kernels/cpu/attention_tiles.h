@@ -56,12 +56,12 @@ inline void with_count(int count, Body body) {
     }
 }
 
-// Calls `body(number of vectors, as a constant; first vector)` for all vectors from `begin` to `end` - 1, several at a time.
-template <int QUERIES, class Body>
+// Calls `body(number of vectors, as a constant; first vector)` for all vectors from `begin` to `end` - 1, several at a time, at least LEAST.
+template <int QUERIES, int LEAST = 1, class Body>
 inline void in_vectors(long begin, long end, Body body) {
     constexpr int MOST = std::min(SUMS / QUERIES, 4);
-    if constexpr (MOST > 1) for (; end - begin >= MOST; begin += MOST) body(std::integral_constant<int, MOST>(), begin);
-    for (; begin < end; begin++) body(std::integral_constant<int, 1>(), begin);
+    if constexpr (MOST > LEAST) for (; end - begin >= MOST; begin += MOST) body(std::integral_constant<int, MOST>(), begin);
+    for (; begin < end; begin += LEAST) body(std::integral_constant<int, LEAST>(), begin);
 }
 
 // Memory that is read after the current computation. Each step of the computation prefetches a few lines of it. If all lines were prefetched
@@ -78,17 +78,41 @@ struct Ahead {
     }
 };
 
-// The numbers of queries and keys, in lanes of 32 bits: a float, or a pair of bfloat16 where one instruction multiplies pairs.
+// The numbers that one instruction multiplies in a lane of 32 bits: one as float32, or a pair of bfloat16. A pair is of successive numbers
+// of a key and a query, or of the values of successive places and their weights.
 template <class C>
 struct Lane {
     static constexpr int NUMBERS = 1;
-    static Vec multiply_add(Vec query, Vec keys, Vec sums) { return ::multiply_add(query, keys, sums); }
+    static Vec multiply_add(Vec a, Vec b, Vec sums) { return ::multiply_add(a, b, sums); }
+    static void weights(float*) {}
+    // Loads V vectors of the values of a place.
+    template <int V>
+    static void values(const C* place, const C*, Vec (&to)[V]) {
+        for (int v = 0; v < V; v++) to[v] = load(place + v * LANES);
+    }
+    static long sum_of(long d) { return d; }
 };
 #if defined(__AVX512BF16__)
 template <>
 struct Lane<bfloat16> {
     static constexpr int NUMBERS = 2;
-    static Vec multiply_add(Vec query, Vec keys, Vec sums) { return _mm512_dpbf16_ps(sums, (__m512bh)query, (__m512bh)keys); }
+    static Vec multiply_add(Vec a, Vec b, Vec sums) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }
+    // Rounds the weights of a block of places, in place.
+    static void weights(float* own) {
+        bfloat16 rounded[PLACES];
+        for (int i = 0; i < PLACES; i++) narrow(own[i], rounded[i]);
+        memcpy(own, rounded, sizeof rounded);
+    }
+    // Loads the values of two places, as V vectors of pairs.
+    template <int V>
+    static void values(const bfloat16* place, const bfloat16* next, Vec (&to)[V]) {
+        for (int v = 0; v < V; v += 2) {
+            __m512i a = (__m512i)load_pairs(place + v * LANES), b = (__m512i)load_pairs(next + v * LANES);
+            to[v] = (Vec)_mm512_unpacklo_epi16(a, b), to[v + 1] = (Vec)_mm512_unpackhi_epi16(a, b);
+        }
+    }
+    // Where the sum of number d of the values is in their sums.
+    static long sum_of(long d) { return d / 32 * 32 + d / 4 % 2 * 16 + d % 32 / 8 * 4 + d % 4; }
 };
 #endif
 
@@ -124,21 +148,23 @@ template <class C>
 }
 
 // Adds the values of `count` places, times their weights [N, PLACES], to V vectors of the sums of N queries. slots: null for successive
-// slots.
+// slots; a slot of -1 has no values. Places that share a lane are added by one instruction.
 template <int N, int V, class C>
 [[gnu::noinline]] void value_tile(
     const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, Ahead& ahead) {
+    constexpr int NUMBERS = Lane<C>::NUMBERS;
+    static const C none[V * LANES] = {};
+    auto of = [&](long i) { return slots ? slots[i] < 0 ? none : values + slots[i] * stride : values + i * stride; };
     Vec own[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) own[n][v] = load(sums + n * wide + v * LANES);
-    for (long i = 0; i < count; i++) {
-        const C* value = values + (slots ? slots[i] : i) * stride;
+    for (long i = 0; i < count; i += NUMBERS) {
         Vec x[V];
-        for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
+        Lane<C>::values(of(i), of(i + NUMBERS - 1), x);
         ahead.step();
         for (int n = 0; n < N; n++) {
-            Vec weight = broadcast(weights[n * PLACES + i]);
-            for (int v = 0; v < V; v++) own[n][v] = multiply_add(weight, x[v], own[n][v]);
+            Vec weight = broadcast(weights[n * PLACES + i / NUMBERS]);
+            for (int v = 0; v < V; v++) own[n][v] = Lane<C>::multiply_add(weight, x[v], own[n][v]);
         }
     }
     for (int n = 0; n < N; n++)
@@ -148,16 +174,17 @@ template <int N, int V, class C>
 template <int N, class C>
 inline void add_values_of(
     const float* weights, const C* values, long stride, const int* slots, long count, float* sums, long wide, long width, Ahead& ahead) {
-    long whole = width / LANES;
-    in_vectors<N>(0, whole, [&](auto vectors, long v) {
+    constexpr int NUMBERS = Lane<C>::NUMBERS, UNIT = NUMBERS * LANES;
+    long whole = width / UNIT * NUMBERS;
+    in_vectors<N, NUMBERS>(0, whole, [&](auto vectors, long v) {
         value_tile<N, decltype(vectors)::value>(weights, values + v * LANES, stride, slots, count, sums + v * LANES, wide, ahead);
     });
     if (long rest = width - whole * LANES) {  // values are not read beyond their end
-        for (long i = 0; i < count; i++) {
-            C part[LANES] = {};
-            long slot = slots ? slots[i] : i;
-            memcpy(part, values + slot * stride + whole * LANES, rest * sizeof(C));
-            value_tile<N, 1>(weights + i, part, 0, nullptr, 1, sums + whole * LANES, wide, ahead);
+        for (long i = 0; i < count; i += NUMBERS) {
+            C part[NUMBERS][UNIT] = {};
+            for (int n = 0; n < NUMBERS; n++)
+                if (long slot = slots ? slots[i + n] : i + n; slot >= 0) memcpy(part[n], values + slot * stride + whole * LANES, rest * sizeof(C));
+            value_tile<N, NUMBERS>(weights + i / NUMBERS, part[0], UNIT, nullptr, NUMBERS, sums + whole * LANES, wide, ahead);
         }
     }
 }
