@@ -42,9 +42,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a huge step": ({"multipleOf": 123456789}, "STEP"),
     "a remote reference": ({"$ref": "http://example.com/schema.json"}, "nothing is fetched"),
     "a local file": ({"properties": {"a": {"$ref": "file:///etc/hosts"}}}, "nothing is fetched"),
-    "a reference to itself": ({"$ref": "#"}, "refers to itself"),
+    "a reference to itself": ({"$ref": "#"}, "leads to itself"),
     "a loop of references": (
-        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "refers to itself"),
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "leads to itself"),
 }  # fmt: skip
 
 
