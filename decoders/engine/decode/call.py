@@ -15,9 +15,9 @@ import torch
 
 from ...errors import UnsupportedError, amount
 from ...report.surroundings import Stopwatch
+from ..model.ranks import Ranks
 from ..model.recordings import WARM_UP_STEPS, RecordedCapacity, Recording, as_parts
 from ..model.static_inputs import StaticInputs
-from ..model.target import Target
 from ..model.threads import release_threads
 from ..model.torch_compat import within_modes
 from .batch import Batch
@@ -47,7 +47,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
     try:
         with engine.decoding(request.side), ExitStack() as stack:  # the stack releases sessions, also after errors
             waited = time.perf_counter() - called
-            request = agreed(request, engine.target)
+            request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request)
             proposer = Proposer(batch, stack)
             timings, stopwatch = batch.report.timings, Stopwatch(batch.report.timings)
@@ -147,7 +147,7 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
     output.close(error)
 
 
-def agreed(request: Request, target: Target) -> Request:
+def agreed(request: Request, ranks: Ranks) -> Request:
     """Checks that all processes that share a model got the same request.
 
     Returns `request`; if several processes share the model, or a mode of torch watches the call, a copy without compilation.
@@ -156,10 +156,9 @@ def agreed(request: Request, target: Target) -> Request:
         RanksError: the processes were given different requests.
         UnsupportedError: the request has ``compile=True`` and cannot be compiled.
     """
-    ranks = target.ranks
     if ranks.several:
         reason = f"{ranks.size} processes share this model, and what they share runs uncompiled"
-    elif within_modes() and target.uncompiled is None:
+    elif within_modes():
         reason = "the call is within a TorchDispatchMode or TorchFunctionMode, such as FlopCounterMode, which sees no compiled code"
     else:
         return request
