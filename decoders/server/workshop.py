@@ -38,6 +38,8 @@ log = logging.getLogger("decoders.server")
 
 #: Greatest number of cached grammars, and their greatest total size in bytes.
 KEPT, KEPT_BYTES = 64, 128 << 20
+#: Processes that were told to end. Python warns of a process that is forgotten before it has ended.
+_ending: list[subprocess.Popen[bytes]] = []
 Wanted = Calling | Part
 
 
@@ -177,8 +179,9 @@ class Workshop:
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | threads, start_new_session=True,
                 )  # fmt: skip
             self._hang_up()  # closes the socket of a process that has ended
+            _ending[:] = [process for process in _ending if process.poll() is None]
             self._control = mine
-            self._hang_up = weakref.finalize(self, mine.close)  # the process ends when this socket closes
+            self._hang_up = weakref.finalize(self, _end, mine, self._process)
 
     def _done(self, task: Callable[[Vocabulary], Any], check: Check, seconds: float = 1.0) -> Any:
         """Runs `task` in a fork, and returns its result or raises its error. seconds: its processor time, in addition to
@@ -201,6 +204,12 @@ class Workshop:
         if isinstance(result, Exception):
             raise result
         return result
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Closes the socket `control` of the workshop's `process`, which then ends."""
+    control.close()
+    _ending.append(process)
 
 
 def _name(wanted: Wanted) -> str:

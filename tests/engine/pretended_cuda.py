@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from decoders.engine.decode import call
+
 #: The device that is pretended now.
 HERE = [torch.device("cuda:0")]
 #: Functions that take tensors of both devices.
@@ -208,6 +210,8 @@ def pretended(kind: str) -> Iterator[None]:
             stack.enter_context(mock.patch.multiple(torch.xpu, **memory, **streams, **device))
         stack.enter_context(mock.patch.object(threading.Thread, "run", inside))
         stack.enter_context(mock.patch.object(Tensor, "set_", placed))
+        # A call within somebody's mode compiles nothing. This mode stands for a device, which may compile.
+        stack.enter_context(mock.patch.object(call, "within_modes", return_value=False))
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)

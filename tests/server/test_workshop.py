@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -168,6 +170,16 @@ def test_processes_that_were_killed_leave_no_descriptors() -> None:
         shop._process.kill()
         shop._process.wait()
     assert counts[0] == counts[-1]
+
+
+def test_a_workshop_is_forgotten_without_a_warning() -> None:
+    shop = Workshop(VOCABULARY, Auto(), 2.0)
+    shop.begin()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        del shop
+        gc.collect()
+    assert not [each for each in warned if "still running" in str(each.message)]
 
 
 @pytest.mark.slow
