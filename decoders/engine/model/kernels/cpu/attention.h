@@ -144,7 +144,7 @@ struct Queries {
         range(first, straight, end);
         for (long block = std::max(from, first / PLACES * PLACES); block < std::min(to, end); block += PLACES) {
             ahead_values = {values + block * a.value.of_slot, PLACES * a.value.of_slot, LANES / 4};  // as many lines as are transposed
-            ahead_keys = {transposed.keys + (block + PLACES) * a.key.of_slot, PLACES * a.key.of_slot, (sizeof(C) + 1) / 2};
+            ahead_keys = {transposed.keys + (block + PLACES) * a.key.of_slot, PLACES * a.key.of_slot, (sizeof(C) + 1) / 2 * Lane<C>::NUMBERS};
             transposed.straight(block, std::max(block, first), std::min(block + PLACES, straight), keys, ahead_values);
             for (long n = 0; n < count; n += TILE) attend_tile(block, n, std::min(count - n, long(TILE)));
         }

@@ -127,7 +127,7 @@ inline void score_tile(const uint32_t* queries, long lanes, const float* keys, f
         Vec k[V];
         for (int v = 0; v < V; v++) k[v] = load(keys + v * LANES);
         for (int n = 0; n < N; n++) {
-            Vec x = (Vec)(queries[n * lanes + d] + Bits{});
+            Vec x = broadcast_bits(queries[n * lanes + d]);
             for (int v = 0; v < V; v++) sums[n][v] = Lane<C>::multiply_add(x, k[v], sums[n][v]);
         }
     }
@@ -163,7 +163,7 @@ template <int N, int V, class C>
         Lane<C>::values(of(i), of(i + NUMBERS - 1), x);
         ahead.step();
         for (int n = 0; n < N; n++) {
-            Vec weight = broadcast(weights[n * PLACES + i / NUMBERS]);
+            Vec weight = broadcast_bits(as_bits(weights[n * PLACES + i / NUMBERS]));
             for (int v = 0; v < V; v++) own[n][v] = Lane<C>::multiply_add(weight, x[v], own[n][v]);
         }
     }

@@ -46,6 +46,7 @@ inline V load_as(const void* from) {
 
 inline Vec zeros() { return Vec{}; }
 inline Vec broadcast(float value) { return value - Vec{}; }
+inline Vec broadcast_bits(uint32_t bits) { return (Vec)(bits + Bits{}); }
 // Loads use intrinsics, because with assignments GCC 12 also keeps the sums of loops in memory.
 #if defined(__AVX512F__)
 inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
