@@ -19,9 +19,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # State on model objects.
 
-#: Name of the table in which transformers notes, for each class of models that was created, which outputs its hooks can record.
-REGISTRY = "_CAN_RECORD_REGISTRY"
-
 #: Attributes that ``generate`` sets on a model and that are not part of the network: caches, compiled calls, and the shift of
 #: positions by the last prompt's images.
 SET_BY_GENERATE = frozenset(

@@ -25,7 +25,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from ...common.transformers_compat import REGISTRY
+#: Name of a table of transformers: for each class of models that was created, the outputs that hooks can record.
+_RECORDED = "_CAN_RECORD_REGISTRY"
 
 #: The errors that Dynamo raises if it cannot compile. torch has no public class for them.
 COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -154,7 +155,7 @@ def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
     """A guard filter that leaves out guards on modules, because the engine compares the state of the weights instead, and on a table
     of transformers, to which every class of models adds an entry of its own.
     """
-    left = [REGISTRY not in entry.name for entry in entries]
+    left = [_RECORDED not in entry.name for entry in entries]
     modules = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
     return [all(kept) for kept in zip(left, modules, skip_state_guard(entries), strict=True)]
 

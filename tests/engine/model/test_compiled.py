@@ -14,7 +14,6 @@ from torch.overrides import BaseTorchFunctionMode
 from transformers import LogitsProcessor, PreTrainedModel
 
 import decoders
-from decoders.common.transformers_compat import REGISTRY
 from decoders.engine.decode.verify import StepFunctions
 from decoders.engine.model import torch_compat
 from decoders.engine.model.blocks import PassInput, after_text, causal_block
@@ -127,7 +126,7 @@ def test_a_default_device_compiles_nothing(compiled: PreTrainedModel, elsewhere:
 
 
 def test_a_model_of_another_class_compiles_nothing(compiled: PreTrainedModel) -> None:
-    registry = getattr(pytest.importorskip("transformers.utils.output_capturing"), REGISTRY)
+    registry = getattr(pytest.importorskip("transformers.utils.output_capturing"), torch_compat._RECORDED)
     expected, graphs = decode(compiled, prompts(2), max_new_tokens=6).sequences, torch_compat.graphs_compiled()
     dict.__setitem__(registry, "a class of which the first model is created now", {})
     assert torch.equal(decode(compiled, prompts(2), "prompt_lookup", max_new_tokens=6).sequences, expected)
