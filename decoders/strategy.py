@@ -35,7 +35,7 @@ class Trait(Generic[T]):
     Attributes:
         default: the value for a strategy that declares none.
         merged: computes the value for a strategy that merges the drafts of several parts, from the parts' values.
-        of: computes, from a part, what is passed to `merged` for it; None: the part's value is passed.
+        of: computes what `merged` gets for a part; None: `merged` gets the part's value.
         hooks: names of methods. In a class that overrides any of them, the trait is True unless the class declares a value.
     """
 
@@ -211,7 +211,7 @@ class Strategy(Configured, ABC):
         """Releases or stores what `state` holds. Called once for every state, after the call has ended or failed."""
 
     def rebatch(self, state: Any, rows: Tensor, context: Context) -> Any:
-        """Returns the state for a batch that requests have joined or left between two steps.
+        """Returns the state after requests have joined or left the batch between two steps.
 
         The default calls :meth:`start` again, with rows that hold all committed tokens. This is always exact, but drops what the
         state has learnt. An override keeps the state of rows that stay. The call's draft models and modules already hold the new

@@ -47,7 +47,7 @@ ABOUT = 0.9
 #: Shares of the given seconds by which each part must have ended: comparing strategies, settings, weights, compiled steps.
 #: If steps are compiled, the first three are shares of the seconds without :data:`COMPILING`.
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
-#: Seconds reserved for compiling, which takes one to three minutes on two cores. With less than twice this time, nothing is compiled.
+#: Seconds reserved for compiling, which takes one to three minutes on two cores. Calls given less than twice this compile nothing.
 COMPILING = 60.0
 #: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7

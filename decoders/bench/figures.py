@@ -67,7 +67,7 @@ def passes_per_step(checks: Sequence[Check]) -> float | None:
 
 
 def looping(rows: Sequence[Sequence[int]]) -> float | None:
-    """The share of tokens, over all rows, that continue a loop (:func:`in_loops`); None if there are no tokens."""
+    """The share of all rows' tokens in repetition loops (:func:`in_loops`); None if there are no tokens."""
     count = sum(map(len, rows))
     return sum(int(in_loops(torch.tensor(row)).sum()) for row in rows if row) / count if count else None
 

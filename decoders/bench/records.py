@@ -44,7 +44,7 @@ class Record:
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
         baseline: the method that the tokens were compared with: transformers; or, when sampling or with a grammar, our plain decoding.
         difference: where the tokens first differ from the baseline's.
-        looping: share of the new tokens that continue a loop (:func:`~decoders.bench.repetition.in_loops`). Loops flatter methods
+        looping: share of the new tokens in repetition loops (:func:`~decoders.bench.repetition.in_loops`). Loops flatter methods
             that draft from the text so far.
         incomparable: text shown in place of `identical` if the tokens need not be equal, such as "same distribution"; else "".
         verifier: name of the verifier; "" for transformers' methods.

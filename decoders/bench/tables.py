@@ -152,7 +152,7 @@ def subject(record: Record) -> str:
 
 
 def loops(records: Sequence[Record]) -> str:
-    """A text with the share of the first method's tokens that continue a loop; "" if it is under 0.5 % or the weights are random."""
+    """The share of the first method's tokens in repetition loops, as text; "" if it is under 0.5 % or the weights are random."""
     share = next((r.looping for r in records if r.looping is not None and not r.random_weights), 0.0)
     return f" · {share:.0%} of the text loops" if share >= 0.005 else ""
 

@@ -197,7 +197,7 @@ def _of_schema(term: Any) -> Spec:
             "whitespace_pattern of outlines is not supported: use decoders.json_schema(schema, whitespace=…)",
             "whitespace_pattern",
         )
-    # Closed, as in outlines, where schemas come from types and functions.
+    # outlines closes objects: its schemas come from types and functions.
     return json_schema(json.loads(term.schema), closed=True)
 
 

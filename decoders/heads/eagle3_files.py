@@ -237,7 +237,7 @@ def read_vocabulary(
         place: the strategy and the file, for error messages.
 
     Raises:
-        SettingsError: the vocabulary is reduced and there is no table, or the tables do not name `drafted` tokens.
+        SettingsError: a reduced vocabulary has no table, or the tables' token count is not `drafted`.
         UnsupportedError: a table is wrong.
     """
     if d2t is None and t2d is None and drafted != size:

@@ -126,8 +126,8 @@ class LatticeHead(BlockHead):
     """A small transformer reads the candidates of all places at once: the ``C`` likeliest tokens of each place.
 
     It computes an outward and an inward vector for each candidate. The score of two candidates at neighbouring places is a cosine
-    times a fixed scale: the cosine between the outward vector of the first and the inward vector of the second. Nothing comes before
-    the first place, so a vector computed from ``context`` serves as its outward vector.
+    times a fixed scale: the cosine between the outward vector of the first and the inward vector of the second. For the first
+    place, a vector computed from ``context`` replaces the outward vector of a predecessor.
     """
 
     candidates: int

@@ -185,7 +185,7 @@ def encode_messages(
     return tokenizer(render(given, None, True), add_special_tokens=False, **options)
 
 
-#: Forms of messages with calls that are tried on a template.
+#: Templates are probed with these styles of calls.
 _STYLES = (
     CallStyle(reads_calls=True),
     CallStyle(reads_calls=True, as_text=True),

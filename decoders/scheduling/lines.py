@@ -57,7 +57,7 @@ def check_file(path: Path) -> None:
     """Raises SettingsError unless `path` has a known suffix and is a regular file, since only regular files can be read twice."""
     if path.exists() and not path.is_file():
         raise SettingsError(
-            f"{path} is not a regular file: prompts are read twice, and a run that goes on reads them again. Write them to a file first"
+            f"{path} is not a regular file: prompts are read twice, and a resumed run reads them again. Write them to a file first"
         )
     is_json(path)
 

@@ -128,7 +128,7 @@ class Speculative(DraftModelStrategy):
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        # Masks work for chains only. They do not work with a grammar, which must know each draft token before the next is drafted.
+        # Mask tokens work for chains only, and not with a grammar, which must know each draft token before the next is drafted.
         mask = drafter.mask_token if tree is None and context.guide is None else None
         if tree is not None and tree.least_children > drafter.children:
             raise SettingsError(

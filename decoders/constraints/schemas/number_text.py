@@ -113,7 +113,7 @@ def schema(numbers: Numbers) -> dict[str, Any]:
     keywords["multipleOf"] = _json_number(numbers.step)
     for keyword, bound in (("minimum", numbers.low), ("maximum", numbers.high)):
         if bound is not None and abs(bound) > _LARGEST_INLINE:
-            raise GrammarError(f"multiples beyond {'-' * (bound < 0)}2**62: set strict=False", "multipleOf")
+            raise GrammarError(f"bound is beyond {'-' * (bound < 0)}2**62: set strict=False", "multipleOf")
         if bound is not None:
             keywords[keyword] = _json_number(bound)
     return {**keywords, "x-guidance": {"whitespace_flexible": False}}

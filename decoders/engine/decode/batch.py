@@ -310,7 +310,7 @@ class Batch:
 
     @contextmanager
     def _callback_of(self, member: RequestOutput) -> Iterator[None]:
-        """A context for a callback of `member`. In a shared batch an exception of the callback ends only this request."""
+        """Wraps a callback of `member`. In a shared batch an exception of the callback ends only this request."""
         try:
             yield
         except BaseException as error:  # in a scheduler's thread, SystemExit comes from a callback

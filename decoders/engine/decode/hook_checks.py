@@ -41,9 +41,7 @@ def tensors_of(shown: Sequences | Step | PromptChunk | None) -> dict[str, Tensor
 
 @contextmanager
 def untouched(hook: str, strategy: Strategy, *shown: Sequences | Step | PromptChunk | None) -> Iterator[None]:
-    """A context for a hook: raises DraftError if the hook writes to tensors in `shown`. Writes by ``.data`` and ``.numpy()`` go
-    unnoticed.
-    """
+    """Wraps a hook: raises DraftError if the hook writes to tensors in `shown`. Writes by ``.data`` and ``.numpy()`` go unnoticed."""
     tensors = {name: tensor for each in shown for name, tensor in tensors_of(each).items()}
     before = [writes_counted(tensor) for tensor in tensors.values()]
     yield

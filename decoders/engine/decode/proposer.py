@@ -112,7 +112,7 @@ class Proposer:
         return dict(self.batch.request.strategy.details(self.state))
 
     def finish(self, cause: BaseException | None = None) -> None:
-        """Calls the strategy's `finish`, if it has started. cause: see :func:`~decoders.strategy.finish_all`."""
+        """Calls the strategy's `finish` if `start` has run. cause: see :func:`~decoders.strategy.finish_all`."""
         if self._started:
             self._started = False
             if cause is None:

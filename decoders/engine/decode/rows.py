@@ -118,7 +118,7 @@ def stop_tensor(stop_tokens: Sequence[Sequence[int]], device: torch.device) -> T
 
 @contextmanager
 def room_for(rows: int, slots: int) -> Iterator[None]:
-    """A context for an allocation: raises CacheMemoryError if the CPU lacks memory, and adds a note to other errors, such as CUDA's."""
+    """Wraps an allocation: raises CacheMemoryError if the CPU lacks memory, and adds a note to other errors, such as CUDA's."""
     what = f"the key-value cache of {amount(rows, 'row')} with {slots} slots each"
     try:
         yield

@@ -26,7 +26,7 @@ class GivenPrompts:
         length: number of tokens per row of the cache, padding included.
         sources: per prompt, the index of its row in the cache.
         padding: per prompt, the number of left padding tokens in its row of the cache.
-        last: ``[B, H]``, the input embedding of each prompt's last position; None if the last position is a token.
+        last: ``[B, H]``, each prompt's last position as an input embedding; None if it is a token.
     """
 
     cache: Cache | None

@@ -160,7 +160,7 @@ class Target:
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        # Only PyTorch's attention needs multiples. To fill a multiple, committed tokens run again: recurrent layers cannot do that.
+        # Only PyTorch's attention needs multiples. Blocks are filled with committed tokens, which recurrent layers cannot rerun.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self) -> PassInput:

@@ -191,7 +191,7 @@ class HostGuide(Guide):
 
     @contextmanager
     def _of_row(self, row: int) -> Iterator[None]:
-        """A context for uses of a row's grammar. If rows belong to several requests, stores the grammar's error in :attr:`faults`."""
+        """Wraps uses of a row's grammar. If rows belong to several requests, stores the grammar's error in :attr:`faults`."""
         try:
             yield
         except GrammarError as error:

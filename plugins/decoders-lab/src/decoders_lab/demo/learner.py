@@ -231,7 +231,7 @@ class UnlikelihoodLearner(Learner):
 
         Args:
             ids: ``[B, T]`` int64, prompts and written tokens.
-            looping: ``[B, T - prompt]`` bool, the written tokens that continue a loop.
+            looping: ``[B, T - prompt]`` bool, the written tokens in repetition loops.
         """
         with self.before.autocast():
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits[:, -looping.shape[1] :]
