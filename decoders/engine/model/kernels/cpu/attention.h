@@ -40,7 +40,6 @@ struct Seen {
     long end() const { return straight + count; }
 };
 
-inline long round_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 inline long floor_divide(long a, long b) { return a / b - (a % b < 0); }
 
 // Returns what a query sees, and appends its gathered slots to `slots`. in_order: number of leading nodes with a depth equal to their index.
@@ -84,7 +83,7 @@ struct Queries {
     const int* slots;
     long row, head, begin, count;
     float* space;
-    long group = a.heads / a.kv_heads, wide = wide_of(a), lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
+    long group = a.heads / a.kv_heads, wide = wide_of(a), lanes = lanes_of(a), length = round_up(lanes, 4);
     uint32_t* queries = (uint32_t*)space;
     float* keys = space + count * lanes + LANES;
     float* branch_keys = keys + length * PLACES;
@@ -102,7 +101,7 @@ struct Queries {
     static long wide_of(const Attention& a) { return round_up(a.value_width, Lane<C>::NUMBERS * LANES); }
     static long lanes_of(const Attention& a) { return (a.width + Lane<C>::NUMBERS - 1) / Lane<C>::NUMBERS; }
     static long space_for(const Attention& a, long count) {
-        long wide = wide_of(a), lanes = lanes_of(a), length = (lanes + 3) / 4 * 4;
+        long wide = wide_of(a), lanes = lanes_of(a), length = round_up(lanes, 4);
         return count * lanes + LANES + 2 * length * PLACES + 2 * TILE * PLACES + LANES * length + 2 * count * (wide + LANES + 1) + LANES;
     }
     const Seen& of(long n) const { return *of_query[n]; }
@@ -225,7 +224,7 @@ struct Queries {
                 if (slot >= 0) own[place - block] *= widen(a.type, a.value_scales.data, a.value_scales.at(row, head) + slot * a.value_scales.of_slot);
             }
         }
-        Lane<C>::weights(own);
+        Lane<C>::round_weights(own);
     }
 
     [[gnu::noinline]] void add_stretch(long n, const float* sums, float total, float top) {
@@ -294,7 +293,7 @@ void attend_to_slots(const Attention& a, int threads) {
     const long items = a.rows * a.kv_heads * parts, stretches = std::max((end + STRETCH - 1) / STRETCH, 1L);
     if (seen_places * a.heads * (a.width + a.value_width) < LEAST_SHARED) threads = 1;
     const bool split = threads > 1 && stretches > 1 && items < 4 * threads;
-    const long wide = Queries<C>::wide_of(a), own = (Queries<C>::space_for(a, most) + LANES - 1) / LANES * LANES;
+    const long wide = Queries<C>::wide_of(a), own = round_up(Queries<C>::space_for(a, most), LANES);
     const long part = most * (wide + 2);
     float* space = (float*)workspace((threads * own + (split ? items * stretches * part : 0)) * sizeof(float));
     auto queries_of = [&](int thread, long item) {

@@ -17,6 +17,8 @@ constexpr int SUMS = 12;
 constexpr int SUMS = 6;
 #endif
 
+inline long round_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
+
 // A tensor [rows, heads, slots, width], contiguous along `width`.
 struct Slots {
     const void* data;
@@ -84,10 +86,10 @@ template <class C>
 struct Lane {
     static constexpr int NUMBERS = 1;
     static Vec multiply_add(Vec a, Vec b, Vec sums) { return ::multiply_add(a, b, sums); }
-    static void weights(float*) {}
+    static void round_weights(float*) {}
     // Loads V vectors of the values of a place.
     template <int V>
-    static void values(const C* place, const C*, Vec (&to)[V]) {
+    static void load_values(const C* place, const C*, Vec (&to)[V]) {
         for (int v = 0; v < V; v++) to[v] = load(place + v * LANES);
     }
     static long sum_of(long d) { return d; }
@@ -98,14 +100,14 @@ struct Lane<bfloat16> {
     static constexpr int NUMBERS = 2;
     static Vec multiply_add(Vec a, Vec b, Vec sums) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }
     // Rounds the weights of a block of places, in place.
-    static void weights(float* own) {
+    static void round_weights(float* own) {
         bfloat16 rounded[PLACES];
         for (int i = 0; i < PLACES; i++) narrow(own[i], rounded[i]);
         memcpy(own, rounded, sizeof rounded);
     }
     // Loads the values of two places, as V vectors of pairs.
     template <int V>
-    static void values(const bfloat16* place, const bfloat16* next, Vec (&to)[V]) {
+    static void load_values(const bfloat16* place, const bfloat16* next, Vec (&to)[V]) {
         for (int v = 0; v < V; v += 2) {
             __m512i a = (__m512i)load_pairs(place + v * LANES), b = (__m512i)load_pairs(next + v * LANES);
             to[v] = (Vec)_mm512_unpacklo_epi16(a, b), to[v + 1] = (Vec)_mm512_unpackhi_epi16(a, b);
@@ -116,7 +118,8 @@ struct Lane<bfloat16> {
 };
 #endif
 
-// The scores of N queries for V vectors of places. keys: [lanes, PLACES]. scale: of the scores, if queries in pairs are not scaled yet.
+// The scores of N queries for V vectors of places. keys: [lanes, PLACES]. scale: for queries in
+// pairs, which are not scaled before the product, because bfloat16 would round them.
 template <class C, int N, int V>
 inline void score_tile(const uint32_t* queries, long lanes, const float* keys, float scale, float* scores, Ahead& ahead) {
     Vec sums[N][V];
@@ -160,7 +163,7 @@ template <int N, int V, class C>
         for (int v = 0; v < V; v++) own[n][v] = load(sums + n * wide + v * LANES);
     for (long i = 0; i < count; i += NUMBERS) {
         Vec x[V];
-        Lane<C>::values(of(i), of(i + NUMBERS - 1), x);
+        Lane<C>::load_values(of(i), of(i + NUMBERS - 1), x);
         ahead.step();
         for (int n = 0; n < N; n++) {
             Vec weight = broadcast_bits(as_bits(weights[n * PLACES + i / NUMBERS]));
@@ -229,7 +232,7 @@ struct Transposed {
                 store(to + (4 * d + 3) * PLACES, int8_of_fours<3>((Bits)v) * scale);
             });
         } else {
-            const long length = (lanes + 3) / 4 * 4;
+            const long length = round_up(lanes, 4);
             for (long i = 0; i < LANES; i++) {
                 long one = i < count ? slots ? slots[i] : slot + i : -1;
                 float* row = rows + i * length;
