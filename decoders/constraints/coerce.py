@@ -8,6 +8,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, datetime
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ..common import library
 from ..errors import GrammarError, UnknownNameError, amount, shortened
 from .base import CompiledGrammar
 from .constructors import grammar, json_schema, regex
-from .python_types import is_json, listed
+from .python_types import listed, pattern_of
 from .specs import Choice, Lark, Regex, Spec
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ _ALLOWED = (
 )
 #: Types with a grammar in the library (which ``decoders grammars`` lists).
 _READY = {dict: "json_object", list: "json_array", UUID: "uuid", IPv4Address: "ipv4", IPv6Address: "ipv6"}
-#: Strings that JSON and Python read alike; outlines' own pattern allows raw line breaks and no escapes.
-_STRING = r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"'
 
 
 def as_spec(value: Any) -> Spec | CompiledGrammar | None:
@@ -143,35 +142,16 @@ def _of_type(value: Any) -> Spec:
         return spec_of_library(_READY[value])
     if (texts := listed(value)) is not None:
         return Choice(tuple(dict.fromkeys(texts)))
-    if is_json(value):
+    if (pattern := pattern_of(value)) is not None:
+        return Regex(pattern, label=f"type {shortened(value.__name__ if isinstance(value, type) else str(value))}")
+    if isinstance(value, type) or typing.get_origin(value) is not None or inspect.isroutine(value):
         return json_schema(value)
-    try:
-        term = _term(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        # Pydantic may know types that outlines does not.
-        if isinstance(value, type) or typing.get_origin(value) is not None:
-            return json_schema(value)
-        raise GrammarError(f"grammar={shortened(repr(value))}: {error}. What can be given: {_ALLOWED}") from error
-    spec = _of_term(term)
-    if term is not value and isinstance(spec, Regex):  # messages show the type, not outlines' pattern for it
-        name = value.__name__ if isinstance(value, type) else str(value)
-        return dataclasses.replace(spec, label=f"type {shortened(name)}")
-    return spec
+    raise GrammarError(f"grammar={shortened(repr(value))} is not a grammar. What can be given: {_ALLOWED}")
 
 
 def _aliased(value: Any) -> Any:
     """The type that an alias ``type X = …`` stands for; None if `value` is no such alias."""
     return value.__value__ if type(value).__name__ == "TypeAliasType" else None
-
-
-def _term(value: Any) -> Term:
-    """`value` as a term of outlines. Raises TypeError, ValueError, RecursionError: outlines cannot read it."""
-    from outlines.types.dsl import Term, is_genson_schema_builder, python_types_to_terms
-
-    is_a_type = isinstance(value, type) or typing.get_origin(value) is not None
-    if not (is_a_type or inspect.isroutine(value) or isinstance(value, Term) or is_genson_schema_builder(value)):
-        raise TypeError(f"outlines has no term for a {type(value).__name__}")  # outlines would take any callable
-    return python_types_to_terms(value)
 
 
 def _of_term(term: Term) -> Spec:
@@ -227,12 +207,18 @@ def _as_patterns(term: Any) -> Any:
 
 
 def _pattern(pattern: str) -> str:
-    """`pattern`. Outlines' patterns of ``date``, ``datetime`` and ``str`` are replaced, so that Python can read the texts back."""
+    """`pattern`, or this package's pattern for the type whose pattern in outlines it is, so that Python can read the texts back."""
     from outlines import types as named
 
-    day, clock = library.read("iso_date"), named.time.pattern
-    exact = {named.date.pattern: day, named.datetime.pattern: f"{day} {clock}", named.string.pattern: _STRING}
-    return exact.get(pattern, pattern)
+    exact = {
+        getattr(named, name).pattern: pattern_of(kind)
+        for name, kind in (("date", date), ("datetime", datetime), ("string", str))
+    }
+    return exact.get(pattern) or pattern
+
+
+def _of_samples(builder: Any) -> Spec:
+    return json_schema(json.loads(builder.to_json()), closed=True)
 
 
 #: Functions that make the specification of an object, by the full name of the object's type. Names are used because importing some
@@ -241,4 +227,5 @@ TYPES: dict[str, Callable[[Any], Spec]] = {
     full_name(Path): spec_of_file,
     full_name(re.Pattern): regex,
     "outlines.types.dsl.Term": _of_term,
+    "genson.schema.builder.SchemaBuilder": _of_samples,
 }

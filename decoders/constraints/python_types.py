@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
+import re
 import sys
 import types
 import typing
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import date, datetime, time
 from enum import Enum, EnumMeta
 from typing import Any
 
+from ..common import library
 from ..errors import GrammarError, shortened
 from .patterns.rust import in_ecma
-
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-
-
-def is_json(value: Any) -> bool:
-    """Whether values of the type `value` are written as JSON, because the type has parts or conditions (``Annotated``)."""
-    origin = typing.get_origin(value)
-    if origin in (typing.Union, types.UnionType):
-        return any(is_json(arm) for arm in typing.get_args(value))
-    if origin is not None:
-        return origin is not typing.Literal
-    return value in _CONTAINERS if isinstance(value, type) and not has_fields(value) else has_fields(value)
 
 
 def has_fields(value: Any) -> bool:
@@ -51,15 +43,43 @@ def listed(value: Any) -> list[str] | None:
     return [str(each) for each in values] if plain else None
 
 
+_DAY, _CLOCK = library.read("iso_date"), "([0-1][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
+_PATTERNS = {
+    int: "[+-]?(0|[1-9][0-9]*)",
+    float: r"[+-]?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?",
+    bool: "True|False",
+    str: r'"(?:[^"\\\x00-\x1F]|\\(?:["\\bfnrt]|u[0-9A-Fa-f]{4}))*"',  # strings that JSON and Python read alike
+    date: _DAY,
+    time: _CLOCK,
+    datetime: f"{_DAY} {_CLOCK}",
+    types.NoneType: "None",
+}
+
+_BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def pattern_of(value: Any) -> str | None:
+    """The pattern of a plain type's values in Python's notation, or of a union of plain types. None for other types."""
+    if typing.get_origin(value) in (typing.Union, types.UnionType):
+        arms = [pattern_of(arm) for arm in typing.get_args(value)]
+        return None if None in arms else "|".join(f"(?:{arm})" for arm in arms)
+    if (texts := listed(value)) is not None:
+        return "|".join(map(re.escape, texts))
+    return _PATTERNS.get(value) if isinstance(value, type) else None
+
+
 def schema_of(value: Any) -> dict[str, Any]:
-    """The JSON schema that Pydantic generates for a type.
+    """The JSON schema that Pydantic generates for a type, or for an object with the arguments of a function, by name.
 
     Raises:
-        GrammarError: Pydantic has no schema for the type, or a pattern has another meaning in ECMA-262 and cannot be translated.
+        GrammarError: Pydantic has no schema for the type, a pattern has another meaning in ECMA-262 and cannot be translated, or an
+            argument has no annotation or no name in calls.
     """
     from pydantic import PydanticUserError, TypeAdapter
 
     try:
+        if inspect.isroutine(value):
+            _check_arguments(value)
         adapter = TypeAdapter(readable(value))
         schema = translated(adapter.json_schema(), adapter.core_schema)
     except (PydanticUserError, TypeError, NameError, RecursionError) as error:
@@ -68,6 +88,17 @@ def schema_of(value: Any) -> dict[str, Any]:
             why = "it refers to itself, which before Python 3.12 only a typing_extensions.TypedDict may, or it is nested too deeply"
         raise GrammarError(f"{shortened(repr(value))} has no JSON schema: {why}", "type") from error
     return _anchored(schema, set(_terms(value, {})))
+
+
+def _check_arguments(function: Any) -> None:
+    """Raises TypeError if an object cannot hold the arguments of `function`."""
+    try:
+        arguments = inspect.signature(function).parameters
+    except ValueError:
+        raise TypeError("its arguments are not known") from None
+    for name, argument in arguments.items():
+        if argument.annotation is argument.empty or argument.kind not in _BY_NAME:
+            raise TypeError(f"argument {name!r} needs an annotation and a name in calls")
 
 
 def _terms(value: Any, seen: dict[int, Any]) -> Iterator[str]:
