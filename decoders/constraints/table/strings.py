@@ -1,4 +1,4 @@
-"""Legal tokens of states inside JSON strings, by the number of plain characters (which need no escape) that may follow.
+"""The legal tokens of automaton states inside JSON strings, from the number of plain characters (which need no escape) that may follow.
 
 Inside a string, all plain characters lead to the same state. So only the number of plain characters at a token's beginning and the
 rest of the token after them matter. The automaton reads only the rest, which many tokens share.
