@@ -15,7 +15,7 @@ _BRACED = re.compile(r"\{([^{}]*)\}")
 _HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
 _CLASS_BEGIN = re.compile(r"\[\^?\]?")
-#: Operations between classes. ``||`` (union) only joins the empty set with the first class.
+#: Operations between classes. ``||`` (union) is used for the first class only, with the empty set as left operand.
 _OPERATIONS: dict[str, Callable[[Ranges, Ranges], Ranges]] = {
     "||": lambda a, b: characters.ranges([*a, *b]),
     "&&": characters.common,
