@@ -18,7 +18,7 @@ _MOST_VALUES = 9
 
 
 def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
-    """An expression for the texts of `array`. The names of the rules that are added to `rules` begin with `name`."""
+    """An expression for the JSON texts of the arrays in `array`. The names of the rules that are added to `rules` begin with `name`."""
     whitespace = rules.whitespace
     opened, closed = text(rf"\[{whitespace.opened}"), text(rf"{whitespace.closing}\]")
     empty = [text(rf"\[{whitespace.empty}\]")] if array.low == 0 else []

@@ -49,7 +49,7 @@ class _CycleError(Exception):
 
 
 class Normaliser(SchemaAlgebra):
-    """Computes the shapes of nodes, each once.
+    """Computes the shapes (sets of values) of nodes, each once.
 
     Args:
         dropped: (path, keyword) of the keywords that are left out. A left-out keyword allows everything (under ``not``: nothing), so
@@ -105,7 +105,7 @@ class Normaliser(SchemaAlgebra):
             self.depth -= 1
 
     def shapes(self, node: Node) -> Shapes:
-        """The shapes of the values that `node` allows. Raises GrammarError: they cannot be expressed."""
+        """The set of the values that `node` allows. Raises GrammarError: the set cannot be expressed."""
         try:
             return self.normalise(node)
         except (_CycleError, RecursionError) as problem:
@@ -196,7 +196,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def schema(self, place: Place) -> Shapes:
-        """The shapes of the values that the schema at `place` allows."""
+        """The set of the values that the schema at `place` allows."""
         schema, read = place.schema, partial(self.reads, place)
         if read("$ref") and place.year <= 2018:  # siblings of $ref are ignored
             with self.locating_errors(place, "$ref"):
@@ -240,7 +240,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path) from problem
 
     def types(self, place: Place) -> Shapes:
-        """The shapes of the values that ``type``, ``const``, ``enum`` and the keywords for single types (``minLength``) allow."""
+        """The set of the values that ``type``, ``const``, ``enum`` and the keywords for single types (``minLength``) allow."""
         schema, read, current = place.schema, partial(self.reads, place), ALL
         if read("type"):
             with self.locating_errors(place, "type"):
@@ -280,7 +280,7 @@ class Normaliser(SchemaAlgebra):
         return shape if keeps else replace(shape, evaluated=type(shape)().evaluated)
 
     def values(self, values: Any) -> Shapes:
-        """The shapes of enumerated values."""
+        """The set of the enumerated `values`."""
         if not isinstance(values, list):
             raise GrammarError(f"an enumeration must be a list, not {values!r}", "enum")
         if len(values) > limits.VALUES:

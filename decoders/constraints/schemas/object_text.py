@@ -28,12 +28,12 @@ _SHARED_CONDITIONS = (
 
 
 def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
-    """An expression for the texts of `shape`. The names of the rules that are added to `rules` begin with `name`."""
+    """An expression for the JSON texts of the objects in `shape`. The names of rules that are added to `rules` begin with `name`."""
     return ObjectWriter(rules, name, shape).write()
 
 
 class ObjectWriter:
-    """Writes the rules for the objects of one shape. Subclasses write members in other notations."""
+    """Writes the rules for one set of objects, `shape`. Subclasses write members in other notations."""
 
     def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
         self.rules, self.name, self.shape = rules, name, shape

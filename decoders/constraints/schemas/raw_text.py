@@ -247,7 +247,7 @@ class _ParameterWriter(_RawWriter):
 
 
 class _ParametersWriter(ObjectWriter):
-    """Writes the objects of one shape as a sequence of parameters."""
+    """Writes each object of one set, `shape`, as a sequence of parameters."""
 
     rules: _ParameterWriter
 

@@ -20,7 +20,7 @@ T = TypeVar("T", Numbers, Strings, Arrays, Objects)
 
 @dataclass(frozen=True)
 class Shapes:
-    """A set of JSON values: the union of the alternatives of all types.
+    """A set of JSON values: the union of the sets listed for each type.
 
     Attributes:
         units: which of "null", "true" and "false" are in the union.
@@ -106,7 +106,7 @@ class SchemaAlgebra(NodeAlgebra):
 
     @abstractmethod
     def normalise(self, node: Node) -> Shapes:
-        """The shapes of the values that `node` allows."""
+        """The set of the values that `node` allows."""
 
     def intersect(self, current: Shapes, node: Node) -> Shapes:
         """The values of `current` that `node` allows."""

@@ -49,7 +49,7 @@ WHITESPACE = {
 
 
 class Rules:
-    """The rules of a grammar that have been written so far.
+    """The rules of a grammar that a writer has added so far.
 
     Args:
         whitespace: the white space of the texts; or the number of blanks per level, for texts with a line per member.
@@ -57,7 +57,7 @@ class Rules:
 
     Attributes:
         rules: the rules, by their names.
-        todo: places that a rule refers to and that have no rule yet, each with its depth.
+        todo: nodes that a rule refers to and that have no rule yet, each with its depth of brackets.
         depth: number of brackets around the current place, if white space depends on it, else 0.
         warnings: how the texts differ from the schema, one sentence each.
     """

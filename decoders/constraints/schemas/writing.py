@@ -39,7 +39,7 @@ class Writer(Rules):
         return self.place(root)
 
     def alternatives_of(self, name: str, shapes: Shapes) -> Expr:
-        """An expression for the texts of `shapes`. Names of rules for arrays and objects begin with `name`."""
+        """An expression for the JSON texts of the values in `shapes`. Names of rules for arrays and objects begin with `name`."""
         alternatives = [*self.scalars(shapes), *(self.string(one) for one in shapes.strings)]
         alternatives += [write_array(self, f"{name}a{i}", one) for i, one in enumerate(shapes.arrays)]
         alternatives += [write_object(self, f"{name}o{i}", one) for i, one in enumerate(shapes.objects)]

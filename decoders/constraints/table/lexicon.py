@@ -150,7 +150,7 @@ class Trie:
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The ``T`` distinct spellings of tokens.
+    """The ``T`` distinct spellings of tokens: each consists of plain characters, which need no escape in JSON, and a rest.
 
     Attributes:
         size: ``V``, the size of the vocabulary.
@@ -283,7 +283,7 @@ def split(text: bytes) -> tuple[int, bytes]:
 
 @dataclass(frozen=True)
 class Room:
-    """How many plain characters may follow each state.
+    """How many plain characters (without an escape in JSON) may follow each state.
 
     Attributes:
         least: ``[S]`` int64: any sequence of up to this number of plain characters may come next.

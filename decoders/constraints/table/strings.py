@@ -21,7 +21,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class StringStates:
-    """The states inside strings, in ``K`` classes. In all states of a class the same tokens, and the same rests of tokens, are legal.
+    """The states inside strings, in ``K`` classes. In all states of a class the same tokens are legal, and the same rests of tokens.
 
     Attributes:
         class_of: ``[S]`` int64, class of each state, -1 outside of strings.
