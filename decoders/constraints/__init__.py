@@ -1,4 +1,4 @@
-"""Grammars: masks over the next token restrict a text to a language. Other packages import only the names listed here.
+"""Grammar-constrained decoding: token masks keep a text within a formal language. Other packages import only the names listed here.
 
 ``base`` defines the interface of a grammar backend.
 """

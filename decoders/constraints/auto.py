@@ -22,12 +22,12 @@ class Auto(Backend):
     name = "auto"
     summary = "table if the grammar is regular and small enough, else llguidance"
 
-    #: The backends in the order in which they are tried. A table that will probably be too large is tried last, because the attempt may
-    #: take seconds.
+    #: The backends in the order in which they are tried. If the automaton is probably too large for the table backend, this backend is
+    #: tried last, because a failed attempt may take seconds.
     choices: ClassVar[tuple[type[Backend], ...]] = (Table, LLGuidance)
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> CompiledGrammar:
-        """`language` compiled by the first backend that can compile it; the grammar's `backend` names this backend.
+        """Compiles `language` with the first backend that accepts it. The attribute `backend` of the result is this backend's name.
 
         Raises:
             GrammarError: no backend can compile `language`; the error gives the reason of each backend.
@@ -40,7 +40,7 @@ class Auto(Backend):
                 return backend().compile(language, vocabulary, policy)
             except GrammarError as refusal:
                 refusals.append(refusal)
-        # The table compiles no context-free language, so its error is left out of the message.
+        # The table backend never compiles a context-free language, so its error is left out of the message.
         if language.regex is None:
             raise refusals[-1]
         reasons = "; ".join(
@@ -57,19 +57,19 @@ class Auto(Backend):
         return self.choices[0]().restore(content, language, vocabulary, policy)
 
 
-#: A repetition with a count of two digits or more, such as ``{10}`` or ``{2,10}``. Only expressions with one are estimated.
+#: A repetition with a count of two digits or more, such as ``{10}`` or ``{2,10}``. Without such a repetition no estimate is made.
 _COUNT = re.compile(r"\{(?:\d*,)?\d{2,}")
-#: Number of states of an automaton that reads any one character in UTF-8, besides its first state.
+#: Number of states of an automaton that reads any one character in UTF-8, not counting its first state.
 _ANY = 8
-#: Least number of states of an automaton that reads a character of two bytes or more, besides its first state.
+#: Least number of states of an automaton that reads a character of two bytes or more, not counting its first state.
 _BEYOND_ASCII = 2
 _ALMOST_ANY = re.compile(r"\[\^|\\[pPdDwWsS]")
 
 
 def least_states(regex: str) -> int:
-    """Estimates how many states an automaton of `regex` has at least; 0 if `regex` has no large counts, or cannot be read.
+    """Estimates the least number of states of an automaton for `regex`; 0 if all counts have one digit, or `regex` cannot be read.
 
-    Assumes that each copy of a counted part has its own states, which is wrong for ambiguous expressions (``(a{500})?a*``).
+    The estimate adds states for each copy of a repeated part, which is too many for ambiguous expressions (``(a{500})?a*``).
     """
     if not _COUNT.search(regex):
         return 0
@@ -80,7 +80,7 @@ def least_states(regex: str) -> int:
 
 
 def _states(pattern: Pattern) -> int:
-    """The estimated number of states of `pattern`, besides its first state."""
+    """The estimated number of states of an automaton for `pattern`, not counting its first state."""
     match pattern:
         case Chars(ranges):
             return (
@@ -90,7 +90,8 @@ def _states(pattern: Pattern) -> int:
             return _ANY if _ALMOST_ANY.search(text) else 1 if text.isascii() else _BEYOND_ASCII
         case Cat(parts):
             return sum(map(_states, parts))
-        case Or(parts):  # characters share states, so do longer alternatives, and all share the last state
+        # Single characters share states, longer alternatives share states, and all alternatives share the last state.
+        case Or(parts):
             characters = max((_states(part) for part in parts if isinstance(part, (Chars, Class))), default=1)
             longer = max((_states(part) for part in parts if not isinstance(part, (Chars, Class))), default=1)
             return characters + longer - 1

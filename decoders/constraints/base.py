@@ -20,7 +20,7 @@ from .vocabulary import Policy, Vocabulary
 
 @dataclass(frozen=True)
 class Language:
-    """A set of texts, given as a regular expression, a Lark grammar, or both. Free text with grammars in it has neither.
+    """A set of texts, given as a regular expression, a Lark grammar, or both. Free text that contains grammars has neither.
 
     Attributes:
         name: the language's name in messages and reports.
@@ -28,7 +28,7 @@ class Language:
             no flags.
         lark: a grammar in llguidance's dialect of Lark, with the start rule ``start``.
         warnings: how the language differs from its specification (:class:`~decoders.constraints.specs.Spec`), one sentence each.
-        whole: a function that raises GrammarError if a finished text breaks the specification; None if the language has no such text.
+        whole: raises GrammarError if a finished text breaks the specification; None if every text of the language meets it.
         special: names of special tokens that texts may contain. In `regex` and `lark`, a private-use character stands for each
             name (:func:`~decoders.constraints.vocabulary.stand_in`).
     """
@@ -94,7 +94,7 @@ class CompiledGrammar(ABC):
 
     @property
     def parts(self) -> Sequence[CompiledGrammar]:
-        """The grammars that validate finished texts (:meth:`judge`): this grammar, or the grammars inside free text."""
+        """The grammars whose :meth:`judge` validates finished texts: this grammar or, for free text, the grammars inside it."""
         return (self,)
 
     def judge(self, tokens: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class CompiledGrammar(ABC):
             self.language.whole(self.vocabulary.spell(tokens).decode())
 
     def dump(self) -> bytes | None:
-        """The grammar serialized for :meth:`Backend.restore`, as data without code; None if restoring saves no time over compiling."""
+        """The grammar serialized as plain data for :meth:`Backend.restore`; None if restoring is no faster than compiling."""
         return None
 
 
@@ -115,7 +115,7 @@ class Tabulated(CompiledGrammar):
     """A grammar as an automaton with a mask for each state: checking a token takes only table look-ups.
 
     Attributes:
-        first: the state of the empty text.
+        first: the start state.
         accepting: for every state, whether the text may end there, or has ended.
         mask_rows: for every state, the index of its mask in ``tables().masks``.
     """
@@ -167,7 +167,7 @@ class Matcher(ABC):
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Appends `tokens` up to the first illegal one, and returns how many it appended. After a stop token all tokens are illegal."""
+        """Appends `tokens` up to the first illegal token; returns how many were appended. After a stop token every token is illegal."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
@@ -193,9 +193,9 @@ class Matcher(ABC):
         return None
 
     def replacements(self) -> Mapping[int, int] | None:
-        """For each token that is illegal here in free text: the token that replaces it after it was sampled.
+        """For each illegal token, the token that replaces it if the model samples it in free text, which is sampled without a mask.
 
-        None where the text is not free, because :meth:`fill_mask` restricts what is sampled there.
+        None outside of free text: there the mask of :meth:`fill_mask` excludes illegal tokens from sampling.
         """
         return None
 
@@ -222,7 +222,7 @@ class StateMatcher(Matcher):
 
     def rollback(self, count: int) -> None:
         if not 0 <= count < len(self._states):
-            raise ValueError(f"cannot roll back {count} tokens: {len(self._states) - 1} have been taken")
+            raise ValueError(f"cannot roll back {count} tokens: only {len(self._states) - 1} were appended")
         del self._states[len(self._states) - count :]
 
     def fill_mask(self, out: Tensor) -> None:

@@ -69,7 +69,7 @@ def read(text: str, progress: Progress, notation: Notation | None, kinds: Kinds 
     """Reads the arguments of a call in a growing text.
 
     Args:
-        progress: how far earlier reads came; this read updates it. For the first read, its `place` is where the arguments begin.
+        progress: how far earlier reads came, updated by this read. At first ``progress.place`` is where the arguments begin.
         kinds: the types of the parameters; None: any types.
         closing: the marker that ends a call.
     """
@@ -104,11 +104,11 @@ def _read_parameters(
 
 
 def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[str]) -> tuple[str, int | None, bool]:
-    """The value at `begin` as JSON; the index after its end marker (None: not written yet); whether it is valid, or incomplete."""
-    # A JSON string may contain the end marker, so if the value is an object or list, the marker is searched after it.
+    """The value at `begin` as JSON; the index after its end marker (None: no marker yet); False if the complete value is invalid."""
+    # A JSON string may contain the end marker, so the end marker of an object or list is searched for after the value.
     inside = text[begin : begin + 1] in ("[", "{") and not types.isdisjoint(("array", "object"))
-    behind = _object_end(text, begin) if inside else begin
-    place = text.find(notation.mark, behind) if behind is not None else -1
+    search_from = _object_end(text, begin) if inside else begin
+    place = text.find(notation.mark, search_from) if search_from is not None else -1
     complete = place >= 0
     value = text[begin : place if complete else len(text) - unfinished(text[begin:], [notation.mark])]
     if notation.closing.startswith("\n") and (value.endswith("\n") or not complete):
@@ -117,7 +117,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
     if types != {"string"}:
         if "string" not in types:
             return value.rstrip(), after, not complete or is_json(value)
-        if not complete:  # the value may still become a string or JSON
+        if not complete:  # whether the value is a string or JSON shows only at its end
             return "", None, True
         # A value with white space around it is a string, because values of other types are written without white space.
         if value == value.strip() and is_json(value) and kind_of(_loaded(value)) in types - {"string"}:
@@ -128,7 +128,7 @@ def _read_value(text: str, begin: int, notation: Parameters, types: frozenset[st
 
 @lru_cache
 def _parameter(notation: Parameters) -> re.Pattern[str]:
-    """A regular expression for the text in front of a value. A newline at its end is optional; further ones belong to the value."""
+    """A regular expression for the text in front of a value. It includes at most one newline; more newlines belong to the value."""
     between = f"(?:{loose(notation.between)})?" if notation.between.strip() else ""
     middle = loose(notation.middle.rstrip("\n")) + "\n?" * notation.middle.endswith("\n")
     return re.compile(rf"\s*{between}{loose(notation.opening)}(.+?){middle}", re.DOTALL)
@@ -206,7 +206,7 @@ def is_json(text: str) -> bool:
 
 
 def loose(text: str) -> str:
-    """A regular expression for `text`, with any or no white space where `text` has some, after ``{`` and ``:``, and between ``,`` and a
-    quote.
+    """A regular expression for `text` that lets white space vary: any amount, or none, may stand where `text` has white space, after
+    ``{`` and ``:``, and between ``,`` and a quote.
     """
     return r"\s*".join(map(re.escape, re.split(r"\s+|(?<=[{:,])(?=\")|(?<=\{)|(?<=:)", text)))

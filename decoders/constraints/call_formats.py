@@ -31,18 +31,18 @@ class CallIds:
     whole: str = "{id}"
 
     def of(self, name: str, id: str, number: int) -> str:
-        """`id` if it has the form that chat templates expect, else an id of that form, made from the call's `number`."""
+        """`id` if it has the form that chat templates expect, else an id in this form for the call with index `number`."""
         head, tail = self.whole.format(name=re.escape(name), id="\0").split("\0")
-        return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.told(name, self.plain.format(number))
+        return id if re.fullmatch(f"{head}(?:{self.pattern}){tail}", id) else self.fill(name, self.plain.format(number))
 
-    def told(self, name: str, written: str) -> str:
-        """The id of a call in the form that chat templates expect. written: the id that the model wrote."""
+    def fill(self, name: str, written: str) -> str:
+        """The id of a call to the function `name` in the form that chat templates expect. written: the id that the model wrote."""
         return self.whole.format(name=name, id=written)
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes function calls: ``begin``, the calls with ``between`` between two of them, and ``end``. A call is
+    """How a model writes function calls: ``begin``, the calls separated by ``between``, and ``end``. A call is
     ``opening NAME middle ARGUMENTS closing``.
 
     Attributes:
@@ -50,19 +50,19 @@ class CallFormat:
         opening: text in front of a function's name.
         middle: text between the name and the arguments.
         notation: notation of the arguments; None: a JSON object.
-        sign: the beginning of `opening` that tells a call from text; None: the part of `opening` in front of the JSON object that
-            holds the name.
+        sign: the beginning of `opening` by which a call is recognized in text; None: the part of `opening` in front of the JSON object
+            with the function's name.
         closing: text after the arguments.
         begin: text in front of all calls.
         end: text after all calls.
         between: text between two calls; None: an answer contains at most one call.
         message: text that begins a message, in formats with separate messages for thoughts, calls and answers.
         message_end: text that ends a message.
-        answer: text after `message` that begins an answer, in two parts: the part that tells answers from calls, and the rest.
+        answer: text after `message` that begins an answer, in two parts: the part that distinguishes answers from calls, and the rest.
         also: other pairs of `opening` and `middle` that models use.
         ids: the ids written in front of `middle`; None: no ids are written.
-        source: texts that all occur in the source of a chat template with this format; used if the template cannot render calls.
-        shown: a text in rendered calls by which a chat template is recognised to have this format; None: `begin`, `opening`, the name
+        source: texts by which the format is recognized in the source of a chat template that cannot render calls: all occur there.
+        shown: a text by which the format is recognized in calls that a chat template has rendered; None: `begin`, `opening`, the name
             and the text after the name.
     """
 
@@ -85,7 +85,7 @@ class CallFormat:
 
     @property
     def mark(self) -> str:
-        """The part of `opening` that tells a call from text, without white space at its end."""
+        """The part of `opening` by which a call is recognized in text, without white space at its end."""
         return self.sign if self.sign is not None else self.opening.partition('{"name"')[0].rstrip()
 
     @property
@@ -95,7 +95,7 @@ class CallFormat:
 
     @property
     def trigger(self) -> str:
-        """The text that tells calls from other text; "" if calls are bare JSON."""
+        """The text by which calls are recognized in other text; "" if calls are bare JSON."""
         return self.begin or self.mark
 
     @property
@@ -126,15 +126,15 @@ class CallFormat:
         return self.begin + (self.between or "").join(each) + self.end
 
     def shows(self, rendered: str, name: str) -> bool:
-        """Whether `rendered`, a template's rendering of a call of the function `name`, has this format."""
+        """Whether `rendered`, a template's rendering of a call to the function `name`, has this format."""
         first = self.notation.opening if isinstance(self.notation, Parameters) else ""
-        behind = self.ids.before if self.ids is not None else f"{self.middle}{first}"
-        shown = self.shown if self.shown is not None else f"{self.begin}{self.opening}{name}{behind}"
+        after_name = self.ids.before if self.ids is not None else f"{self.middle}{first}"
+        shown = self.shown if self.shown is not None else f"{self.begin}{self.opening}{name}{after_name}"
         return shown in rendered
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """A regular expression for a call after its :attr:`mark` (including it, if `opening` is only the mark) up to the arguments."""
+        """A regular expression for a call up to its arguments, without :attr:`mark`; with the mark if `opening` is only the mark."""
         pairs = ((self.opening, self.middle), *self.also)
         first, space = r"\{", ""
         if isinstance(self.notation, Parameters):
@@ -151,9 +151,9 @@ class CallFormat:
         """Parses a growing text into the text in front of the calls, and the calls.
 
         Args:
-            functions: the known functions, with the types of their parameters (None: any). Parsing ends at a call of another function.
+            functions: the known functions, with the types of their parameters (None: any). Parsing ends at a call to another function.
             ended: whether the text is complete.
-            known: for each index at which arguments begin, their progress in earlier reads; this read updates it.
+            known: for each index at which arguments begin, how far they have been read; empty at first, this read updates it.
         """
         known = {} if known is None else known
         trigger, head = self.trigger, text.lstrip()
@@ -176,8 +176,8 @@ class CallFormat:
             own = call_arguments.read(text, progress, self.notation, functions[name], self.closing)
             if not own.valid:
                 break
-            told = self.ids.told(name, id) if self.ids is not None and id is not None else None
-            calls.append(Call(name, own.json, own.end is not None, told))
+            full_id = self.ids.fill(name, id) if self.ids is not None and id is not None else None
+            calls.append(Call(name, own.json, own.end is not None, full_id))
             if own.end is None or self.between is None:
                 break
             place = own.end
@@ -214,7 +214,7 @@ class ParsedAnswer:
     """An answer that may contain calls, parsed.
 
     Attributes:
-        text: the text in front of the calls. While the text grows, an end that may become part of a call is left out.
+        text: the text in front of the calls. In a growing answer, the last characters are left out if a call may begin with them.
         calls: the calls after this text.
     """
 

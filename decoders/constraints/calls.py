@@ -34,8 +34,8 @@ class Called:
     Attributes:
         name: the function's name.
         parameters: the schema of its parameters, as JSON.
-        strict: True: keywords that the language cannot express raise an error. False: they are checked when the finished text is
-            validated. None: as with True if that works, else as with False.
+        strict: True: keywords that the language cannot express raise an error. False: such keywords are checked when the finished
+            text is validated. None: True if all keywords can be expressed, else False.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Called:
         return Called(name, json.dumps(parameters or _NO_PARAMETERS), strict)
 
     def language(self, notation: Notation | None = None) -> Language:
-        """The language of the arguments, in `notation` (None: JSON). Raises GrammarError, with the function's name: it has none."""
+        """The arguments' language in `notation` (None: JSON). Raises GrammarError, naming the function, if it cannot be expressed."""
         try:
             language = self._language(notation)
         except GrammarError as error:
@@ -124,7 +124,7 @@ class Arguments(Spec):
 
 @dataclass(frozen=True)
 class CallSpec(Spec):
-    """Answers that are calls or other text. If `alone`, the text of a single call.
+    """Answers that are calls or other text; with `alone`, a single call.
 
     Attributes:
         functions: the functions that may be called.
@@ -155,7 +155,7 @@ class CallSpec(Spec):
             text = self._text()
         warnings = dict.fromkeys(warning for each in [*inner, *([text] if text else [])] for warning in each.warnings)
         pattern = self._regex(inner, text)
-        # llguidance's lexer never backtracks: it would take a brace that begins a text for the brace that begins a call.
+        # llguidance's lexer never backtracks: it would read a brace at the beginning of a text as the brace of a call.
         trigger = self.format.trigger
         apart = text is None or self.text is None or not trigger.startswith(("{", "[", '"'))
         lark = self._lark(inner, text) if apart else None
@@ -168,7 +168,7 @@ class CallSpec(Spec):
         return Language("calls of functions", pattern, lark, tuple(warnings), whole, self.special)
 
     def _opening(self, function: Called) -> list[str]:
-        """Regular expressions for the text in front of the arguments, in pieces that a lexer can tell apart."""
+        """The text in front of the arguments as regular expressions, one for each token of a lexer."""
         opening = self.format.opening[len(self.format.mark) :] if self.alone else self.format.opening
         ids, middle = self.format.ids, self.format.middle
         if ids is not None:
@@ -213,7 +213,7 @@ class CallSpec(Spec):
     def _whole(self, inner: list[Language], text: Language | None) -> Callable[[str], None] | None:
         """The function that validates finished answers; None if there is nothing to validate.
 
-        It validates the arguments of calls, and answers without calls, if the grammar accepts more than their schema.
+        It validates a call's arguments, or an answer without calls, if the grammar accepts texts that their schema forbids.
         """
         pairs = zip(self.functions, inner, strict=True)
         judges = {

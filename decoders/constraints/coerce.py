@@ -97,14 +97,14 @@ def as_specs(
         ``prompts * per_prompt`` entries in transformers' order: all entries of a prompt are adjacent.
 
     Raises:
-        GrammarError: `value` is a list whose length is not `prompts`. Also all errors of `read`.
+        GrammarError: `value` is a list whose length is not `prompts`. Errors that `read` raises are passed on.
     """
     if not isinstance(value, (list, tuple)):
         return [read(value)] * (prompts * per_prompt)
     if len(value) != prompts:
         raise GrammarError(
-            f"grammar= is a list of {len(value)} for {amount(prompts, 'prompt')}: give one for each prompt (None for no grammar), "
-            "or one without a list for all of them. decoders.choice([…]) chooses among texts"
+            f"grammar= is a list of {len(value)} for {amount(prompts, 'prompt')}: give a grammar (or None) for each prompt, or "
+            "one grammar without a list for all prompts. decoders.choice([…]) chooses among texts"
         )
     specs = {id(entry): read(entry) for entry in value}
     return [specs[id(entry)] for entry in value for _ in range(per_prompt)]
@@ -123,7 +123,7 @@ def spec_of_library(name: str) -> Spec:
 
 
 def unknown_grammar(name: str, choices: Iterable[str]) -> UnknownNameError:
-    """The error for a `name` that no packaged grammar has. Raises GrammarError: `name` has the suffix of a file with a grammar."""
+    """The error for a `name` that no packaged grammar has. Raises GrammarError: `name` ends like the name of a grammar's file."""
     if name.endswith(library.SUFFIXES) and len(name) < 256 and "\n" not in name:
         library.check_file(name)
         message = f"grammar={name!r}: a string names a grammar of the library, and this is a file: give pathlib.Path({name!r})"
@@ -150,12 +150,12 @@ def _of_type(value: Any) -> Spec:
 
 
 def _aliased(value: Any) -> Any:
-    """The type that an alias ``type X = …`` stands for; None if `value` is no such alias."""
+    """The type X stands for, if `value` is X defined by ``type X = …``; else None."""
     return value.__value__ if type(value).__name__ == "TypeAliasType" else None
 
 
 def _of_term(term: Term) -> Spec:
-    """The specification of an outlines term. Schemas in it are compiled by this package, because outlines ignores some keywords."""
+    """The specification of an outlines term. This package compiles the term's JSON schemas, as outlines ignores some keywords."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.JsonSchema):
@@ -177,12 +177,12 @@ def _of_schema(term: Any) -> Spec:
             "whitespace_pattern of outlines is not supported: use decoders.json_schema(schema, whitespace=…)",
             "whitespace_pattern",
         )
-    # outlines closes objects: its schemas come from types and functions.
+    # Objects take no undeclared properties, as in outlines, whose schemas come from types and functions.
     return json_schema(json.loads(term.schema), closed=True)
 
 
 def _as_patterns(term: Any) -> Any:
-    """`term` with everything but strings and operators replaced by this package's patterns."""
+    """`term` with its schemas, choices and outlines' own patterns replaced by the patterns of this package."""
     from outlines.types import dsl
 
     if isinstance(term, dsl.CFG):

@@ -181,7 +181,7 @@ def store(grammar: CompiledGrammar, path: Path) -> bool:
 def restored(
     path: Path, language: Language, vocabulary: Vocabulary, policy: Policy, backend: Backend
 ) -> CompiledGrammar | None:
-    """The grammar stored as `path`; None if there is none of this version. If the file cannot be used, warns and returns None."""
+    """The grammar stored as `path`; None if there is no file of this version, or (with a warning) if the file cannot be used."""
     try:
         with path.open("rb") as file:
             line = file.readline(4096)

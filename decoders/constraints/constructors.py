@@ -74,7 +74,7 @@ def grammar(text: str | Path, *, backend: str | None = None, policy: Policy = "f
     if file.suffix == ".gbnf":
         raise GrammarError(
             f"{file.name}: GBNF is not supported. llguidance.gbnf_to_lark.gbnf_to_lark(text) turns it into Lark; check the result, "
-            "since terminals of Lark take as much text as they can and those of GBNF do not",
+            "since a terminal of Lark takes as much text as it can, and a rule of GBNF may take less",
             "gbnf",
         )
     return Lark(library.file_content(file), backend=backend, policy=policy, label=file.name)
@@ -115,13 +115,13 @@ def json_schema(
         indent: number of blanks per level, with every member on its own line, exactly as ``json.dumps(…, indent=…)`` writes;
             replaces `whitespace`. The schema must bound the depth of its values.
         strict: whether keywords that the grammar cannot express raise an error. If False, the finished text is validated instead.
-        closed: whether an object schema that declares properties, and does not mention others, forbids others. The default is True
-            for Python's types and False for schemas, as in the standard.
+        closed: whether undeclared properties are forbidden in objects whose schema declares properties and says nothing about others.
+            The default is True for Python's types and False for schemas, as in the standard.
         backend, policy: as in :func:`regex`.
 
     Raises:
-        GrammarError: `schema` is not a schema. Also at compilation, if the grammar cannot express a keyword; the error names the
-            keyword, its path and what would work.
+        GrammarError: `schema` is not a schema; or, at compilation, the grammar cannot express a keyword (the error names the keyword,
+            its path and what would work).
     """
     is_schema = isinstance(schema, (Mapping, str, bool, Path))
     file = schema if isinstance(schema, Path) else library.file_named(schema) if isinstance(schema, str) else None
@@ -132,7 +132,7 @@ def json_schema(
     elif not isinstance(schema, bool) and (file is not None or isinstance(schema, _NO_SCHEMA)):
         where = f"{file}: " if file else ""
         raise GrammarError(
-            f"json_schema: {where}{shortened(repr(schema))} is not a schema: give a dict, its text or its file, or a type",
+            f"json_schema: {where}{shortened(repr(schema))} is not a schema: give a dict, JSON text, a file's path, or a Python type",
             "schema",
         )
     options: dict[str, Any] = dict(

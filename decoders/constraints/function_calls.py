@@ -48,7 +48,7 @@ class FunctionCalls:
         """The specification of the answer, for ``grammar=``.
 
         Args:
-            text: the specification of an answer that is not a call; None: free text. It has no effect if a call is `required`.
+            text: the specification of an answer that is not a call; None: free text. Ignored if the answer must be a call (`required`).
         """
         several = self.several and self.format.between is not None
         if self.required or (self.format.trigger and text is None):

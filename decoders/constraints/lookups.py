@@ -89,7 +89,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
     """Yields batches of tokens, each with the next states ``[S, tokens]`` for each state and token; 0 if the token is illegal."""
     states = len(tables.next)
     every = torch.arange(states, device="cpu")
-    # Only these states need entries: states with the dead state's mask are unreachable, and after a stop token nothing is legal.
+    # The states that need entries. States with the dead state's mask are unreachable, and after a stop token no token is legal.
     living = (tables.mask_of != tables.mask_of[0]) & (every != tables.stopped)
     some = np.bitwise_or.reduce(tables.masks[tables.mask_of[living].unique()].numpy(), axis=0, initial=0)
     used = set(unpack(torch.from_numpy(some), len(vocabulary)).nonzero().flatten().tolist())
@@ -106,7 +106,7 @@ def _walked(tables: Tables, vocabulary: Vocabulary, device: torch.device) -> Ite
 
     if stops:
         yield stops, legal(stops, torch.full((states, len(stops)), tables.stopped, device=device))
-    size = min(max(CHUNK // states, 1), 1 << 14)  # number of tokens of a batch, about equally long
+    size = min(max(CHUNK // states, 1), 1 << 14)  # tokens per batch; tokens are sorted by length
     for begin in range(0, len(spelled), size):
         tokens = spelled[begin : begin + size]
         texts = [vocabulary.tokens[token] or b"" for token in tokens]
@@ -140,7 +140,7 @@ class LazyMasks:
         return self._held[1].nbytes
 
     def places(self, numbers: Sequence[int]) -> tuple[list[int], NDArray[Any]] | None:
-        """Returns where the rows `numbers` are in a read-only array ``[R, width]``, and the array; None for more than `most` rows."""
+        """Returns where the rows `numbers` stand in a read-only array, and the array ``[R, width]``; None for more than `most` rows."""
         places, rows = self._held
         try:
             return [places[number] for number in numbers], rows

@@ -141,7 +141,7 @@ def translated(schema: Any, core_schema: Any) -> Any:
 
 
 def _patterns(core_schema: Any) -> set[str]:
-    """The patterns in `core_schema`, for Rust's engine. Empty if the schema selects Python's engine: its syntax is like ECMA-262."""
+    """The patterns in `core_schema` for Rust's engine; none if the schema selects Python's engine, whose syntax is like ECMA-262."""
     patterns: set[str] = set()
     waiting = [core_schema]
     while waiting:
@@ -173,7 +173,7 @@ def _replaced(schema: Any, patterns: dict[str, str], of_keys: bool = True) -> An
 
 
 def readable(kind: Any) -> Any:
-    """`kind` in a form that Pydantic reads: before Python 3.12, TypedDicts are replaced, except those inside other classes.
+    """`kind` in a form that Pydantic reads: before Python 3.12, typing_extensions' TypedDicts replace typing's, except in classes.
 
     Raises:
         NameError: a TypedDict names an unknown type. RecursionError: a TypedDict refers to itself.
@@ -202,7 +202,7 @@ def _modern(kind: Any) -> Any:
 
     fields = {}
     for name, part in typing.get_type_hints(kind, include_extras=True).items():
-        marked = typing.get_origin(part) in (Required, NotRequired)  # `typing` misses both in string annotations
+        marked = typing.get_origin(part) in (Required, NotRequired)  # `typing` overlooks them in strings
         needed = typing.get_origin(part) is Required if marked else name in kind.__required_keys__
         inner = readable(typing.get_args(part)[0] if marked else part)
         fields[name] = Required[inner] if needed else NotRequired[inner]

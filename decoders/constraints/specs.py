@@ -1,4 +1,4 @@
-"""Specifications of languages, which backends compile. Values of ``grammar=`` are coerced to specifications."""
+"""Specifications of languages: values of ``grammar=`` are coerced to specifications, and backends compile their languages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Spec(ABC):
         return compile(self)
 
     def _keyed(self, content: str) -> str:
-        """The :attr:`key` of a specification of this class with these options and this `content`."""
+        """The :attr:`key` of this specification, given its `content` as text."""
         options = f"{type(self).__name__}/{self.backend or '-'}/{self.policy}"
         return f"{options}/{hashlib.sha256(content.encode()).hexdigest()}"
 
@@ -157,7 +157,7 @@ class Choice(Spec):
             )
         for place, text in enumerate(self.texts):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise GrammarError(f"choice: remove half of a surrogate pair from {text!r}", "choice", f"$[{place}]")
+                raise GrammarError(f"choice: remove the lone surrogate from {text!r}", "choice", f"$[{place}]")
 
     @cached_property
     def whole(self) -> str:
@@ -169,9 +169,9 @@ class Choice(Spec):
         ordered = sorted(self.texts)
         front = len(commonprefix(ordered))  # noqa: RUF071 -- no files
         rests = [text[front:] for text in ordered]
-        behind = len(commonprefix([rest[::-1] for rest in rests]))  # noqa: RUF071 -- no files
-        middles = (quoted(rest[: len(rest) - behind]) for rest in rests)
-        begin, end = quoted(ordered[0][:front]), quoted(rests[0][len(rests[0]) - behind :])
+        back = len(commonprefix([rest[::-1] for rest in rests]))  # noqa: RUF071 -- no files
+        middles = (quoted(rest[: len(rest) - back]) for rest in rests)
+        begin, end = quoted(ordered[0][:front]), quoted(rests[0][len(rests[0]) - back :])
         return f"{begin}(?:{'|'.join(middles)}){end}" if len(ordered) > 1 else quoted(ordered[0])
 
     @cached_property
@@ -183,7 +183,7 @@ class Choice(Spec):
         return Language(self.label or f"choice of {shortened(shown)}", regex=self.whole)
 
 
-#: Greatest number of keywords left out of one schema; greatest number of steps to find them, in multiples of ``limits.STEPS``.
+#: Greatest number of keywords left out of one schema. The search for them ends after ``_MOST_ATTEMPTS * limits.STEPS`` steps.
 _MOST_DROPPED, _MOST_ATTEMPTS = 100, 4
 #: Keywords that are never left out, because validating the finished text needs them, too.
 _NEEDED = ("$ref", "$dynamicRef", "$recursiveRef", "$schema", "type")
@@ -213,9 +213,9 @@ class JsonSchema(Spec):
             break with its indent wherever JSON allows white space inside brackets.
         indent: number of blanks per level, with every member on its own line, exactly as ``json.dumps(…, indent=…)`` writes;
             replaces `whitespace`.
-        strict: whether keywords that the language cannot express raise an error. If not, the language ignores them, and the
+        strict: whether keywords that the language cannot express raise an error. If False, the language ignores them, and the
             finished text is validated.
-        closed: whether an object schema that declares properties, and does not mention others, forbids others.
+        closed: whether undeclared properties are forbidden in objects whose schema declares properties and says nothing about others.
     """
 
     schema: Any
@@ -322,7 +322,7 @@ class JsonSchema(Spec):
 
 
 def _regex(rules: dict[str, Expr]) -> str | None:
-    """`rules` as a regular expression; None if they are not regular, or writing it takes more than half of the time that is left."""
+    """`rules` as a regular expression; None if they are not regular, or the conversion takes more than half of the time left."""
     try:
         with deadline(left() / 2):
             return notation.regex(rules)

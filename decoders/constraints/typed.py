@@ -64,7 +64,7 @@ _NO_PARTS = frozenset((
     "metadata", "serialization", "default", "config", "function", "python_schema", "expected", "members", "discriminator",
     "computed_fields", "return_schema", "custom_error_context",
 ))  # fmt: skip
-#: Classes that are narrower in Rust than in ECMA-262: negated classes, because Rust's classes are wider, and ``\s``.
+#: Matches classes that may be narrower in Rust than in ECMA-262: ``\s``, and negated classes, as Rust's ``\d`` and ``\w`` are wider.
 _NARROWER = re.compile(r"\\[DWSsP]|\[\^|--|~~|\[:\^")
 
 
@@ -81,7 +81,6 @@ class OfType(JsonSchema):
     @cached_property
     def text(self) -> str:
         """The schema as JSON, plus conditions that Pydantic leaves out of its schemas."""
-
         return json.dumps(completed(self.schema, self.kind))
 
     @property
@@ -155,7 +154,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            # Other dicts hold fields, and may have a field named "type".
+            # Dicts that are no schemas map names to fields, and a field may be named "type".
             is_schema = isinstance(node.get("type"), str)
             if is_schema:
                 yield node
@@ -165,7 +164,7 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _uncalled(schema: Any) -> Any:
-    """`schema` with a function that does nothing, in place of the function that validation would call."""
+    """`schema` for validating the arguments of a function without calling the function."""
     if schema["type"] == "definitions":
         return {**schema, "schema": _uncalled(schema["schema"])}
     if schema["type"] != "call":
@@ -199,7 +198,7 @@ def completed(schema: Any, kind: Any) -> Any:
 
 
 def _completed(new: Any, old: Any) -> Any:
-    """`new` with the anchored patterns of `old`, and with a pattern in place of each format that names a UUID version (``uuid4``)."""
+    """The schema `new` with patterns anchored as in the schema `old`, and with a pattern for each UUID format (``uuid4``)."""
     if isinstance(new, list):
         same = isinstance(old, list) and len(old) == len(new)
         return [_completed(*pair) for pair in zip(new, old if same else [None] * len(new), strict=True)]
@@ -222,7 +221,7 @@ class _Schemas(GenerateJsonSchema):
         return super().datetime_schema(schema)
 
     def decimal_schema(self, schema: core_schema.DecimalSchema) -> dict[str, Any]:
-        """The schema of a number, or of a number in a string. If the type has bounds, without strings: no keyword bounds them."""
+        """The schema of a number, or of a number in a string; only of a number if the type has bounds, as no keyword bounds strings."""
         arms = super().decimal_schema(schema).get("anyOf", [])
         number = next((arm for arm in arms if arm.get("type") == "number"), {"type": "number"})
         most, places = schema.get("max_digits"), schema.get("decimal_places")
@@ -247,6 +246,6 @@ def _spelled(most: int | None, places: int | None) -> str:
     """A pattern for strings that contain a number of limited length. Only the type itself checks the total number of digits."""
     whole = "[0-9]*" if most is None else f"[0-9]{{0,{most - (places or 0) - 1}}}"
     integer = "0" if most is not None and most <= (places or 0) else f"(?:0|[1-9]{whole})"
-    behind = places if places is not None else most
-    fraction = "" if behind == 0 else rf"(?:\.[0-9]{'+' if behind is None else f'{{1,{behind}}}'})?"
+    digits = places if places is not None else most
+    fraction = "" if digits == 0 else rf"(?:\.[0-9]{'+' if digits is None else f'{{1,{digits}}}'})?"
     return f"^-?{integer}{fraction}$"

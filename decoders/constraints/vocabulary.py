@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: "full": every token after which the text can be completed is legal. "canonical": where the grammar forces the next bytes, only
-#: the token that the tokenizer would write there is legal. This changes the distribution of texts.
+#: the token that the tokenizer would write there is legal, which changes the distribution of sampled texts.
 Policy = Literal["full", "canonical"]
 
 
 class Vocabulary:
-    """The tokens of a model's logits as bytes.
+    """The bytes of each token that a model can predict.
 
     Attributes:
         tokens: the bytes of each of the ``V`` tokens; None for special tokens, stop tokens and unused rows of the logits.
@@ -31,7 +31,7 @@ class Vocabulary:
         spelled: names of the special tokens that this vocabulary spells as private-use characters, see :meth:`spelling`.
 
     Raises:
-        UnsupportedError: stop tokens are given, and none is among `tokens`.
+        UnsupportedError: stop tokens are given, and none of their ids is below ``V``.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Vocabulary:
         ends = next((name for name in names if self.special[name] in self.stops), None)
         if ends is not None:
             raise GrammarError(
-                f"{ends!r} has to be written, and the text would end at it: leave it out of eos_token_id", "marker"
+                f"{ends!r} has to be written, but it is a stop token: leave this token out of eos_token_id", "marker"
             )
         if names not in self._spellings:
             ids = {self.special[name]: stand_in(place).encode() for place, name in enumerate(names)}
@@ -197,8 +197,8 @@ class Vocabulary:
         return tokens
 
     def written(self, forced: bytes, limit: int, policy: Policy) -> list[int]:
-        """At most `limit` tokens of :meth:`canonical`. With the policy ``canonical``, they end before the first token that would differ
-        if the bytes from there on were encoded alone. In the whole text, the tokenizer may see special tokens or group digits.
+        """The first tokens of :meth:`canonical`, at most `limit`. The policy ``canonical`` stops before a token that would differ if
+        the bytes from this token on were encoded alone: in the whole text, a tokenizer may group digits or find special tokens.
         """
         tokens = self.canonical(forced)[:limit]
         for count, token in enumerate(tokens if policy == "canonical" else ()):
@@ -278,7 +278,7 @@ def _spelling(
             is_byte = False
             for step in steps:
                 if step is not None:
-                    if is_byte and step[0] in name:  # the decoder would write a blank instead
+                    if is_byte and step[0] in name:  # the decoder would replace the byte by a blank
                         return b""
                     name = name.replace(*step)
                 elif byte := BYTE_TOKEN.fullmatch(name):

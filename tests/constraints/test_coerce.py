@@ -223,7 +223,7 @@ def test_a_schema_is_read_from_text_or_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, [1], (int,), b"{}"], ids=repr)
 def test_what_is_no_schema_is_not_given_to_pydantic(value: Any) -> None:
-    with pytest.raises(GrammarError, match="is not a schema: give a dict, its text or its file, or a type"):
+    with pytest.raises(GrammarError, match="is not a schema: give a dict, JSON text, a file.s path, or a Python type"):
         decoders.json_schema(value)
 
 

@@ -29,7 +29,7 @@ class LLGuidance(Backend):
     summary = "Earley parser: context-free grammars and recursion, compiles in a millisecond; masks on the host"
 
     def compile(self, language: Language, vocabulary: Vocabulary, policy: Policy = "full") -> LLGuidanceGrammar:
-        """Compiles `language` for `vocabulary`. Texts with a byte of :data:`_SELDOM` for which there is no token are left out.
+        """Compiles `language` for `vocabulary`, without texts that contain a byte of :data:`_SELDOM` that is no token by itself.
 
         Raises:
             GrammarError: llguidance cannot read `language`, hits a limit immediately, or may reach dead ends because another byte of
@@ -41,7 +41,7 @@ class LLGuidance(Backend):
             shown = ", ".join(f"0x{byte:02X}" for byte in missing[:8]) + (" …" if len(missing) > 8 else "")
             raise GrammarError(
                 f"{language.name}: no token of this vocabulary stands for just byte {shown}, so llguidance could lead "
-                "into a text that cannot be finished. Backend 'table' leaves such texts out, for a regular language"
+                'into a text that cannot be finished. For a regular language, backend="table" leaves such texts out'
             )
         return LLGuidanceGrammar(language, vocabulary, policy, text)
 
@@ -77,7 +77,7 @@ class LLGuidanceGrammar(CompiledGrammar):
         return self.ends.nbytes + 80 * len(self._text) + (3 << 19)
 
     def fresh(self, broken: int | None = None) -> tuple[Any, int]:
-        """A new ``LLMatcher`` at the beginning of a text, and the number of its lexer. broken: the number of a lexer to replace.
+        """A new ``LLMatcher`` at the beginning of a text, and the number of its lexer. broken: number of a lexer that must be replaced.
 
         Once a lexer has hit its limit of states, it refuses every token, for all matchers that share it.
         """
@@ -90,8 +90,8 @@ class LLGuidanceGrammar(CompiledGrammar):
 
 T = TypeVar("T")
 
-#: CPU seconds after which a query is in overtime, and the greatest overtime of all queries of a text together. There are limits because
-#: all rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars.
+#: CPU seconds that a query may take. All queries of a text together may exceed their time by at most OVERTIME seconds, because all
+#: rows of a batch wait for a query. llguidance's own limits bound a mask to 0.1 to 0.7 seconds for the most ambiguous grammars.
 #: With other grammars, even with counted patterns and Unicode classes, 400 tokens (vocabulary 49,152) had 0.05 seconds of overtime.
 QUESTION_SECONDS, OVERTIME = 0.005, 0.3
 
@@ -114,7 +114,7 @@ class LLGuidanceMatcher(Matcher):
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
         self.grammar: LLGuidanceGrammar = grammar
         self._inner, self._generation = grammar.fresh()
-        self._taken: list[int] = []  # text tokens, from the beginning
+        self._taken: list[int] = []  # all tokens of the text so far, without a stop token
         self._ended = False
         self._asked = False  # whether `_inner` was queried since it was created or copied
         self._unasked: Any = None  # the second matcher, which has consumed `_behind` tokens
@@ -126,7 +126,7 @@ class LLGuidanceMatcher(Matcher):
         return self._ended or self._ask(lambda inner: bool(inner.is_accepting()))
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Appends `tokens` up to the first illegal one, and returns how many it appended.
+        """Appends `tokens` up to the first illegal token; returns how many were appended.
 
         Raises:
             GrammarError: llguidance hits a limit. The matcher's position is unchanged.
@@ -168,7 +168,7 @@ class LLGuidanceMatcher(Matcher):
     def rollback(self, count: int) -> None:
         held = len(self._taken) + self._ended
         if not 0 <= count <= held:
-            raise ValueError(f"cannot roll back {count} tokens: {held} have been taken")
+            raise ValueError(f"cannot roll back {count} tokens: only {held} were appended")
         if count and self._ended:
             self._ended = False
             count -= 1
@@ -194,8 +194,8 @@ class LLGuidanceMatcher(Matcher):
             return
         if self._overtime > OVERTIME:
             raise self._failure(
-                f"this text has taken {self._overtime:.1f} s more than {QUESTION_SECONDS} s per mask and token. The grammar reads a "
-                "text in too many ways; `list: item | list item` reads it in one, `list: item | list list` does not"
+                f"this text has taken {self._overtime:.1f} s more than {QUESTION_SECONDS} s per mask and token. The grammar is too "
+                "ambiguous: write `list: item | list item`, which has one parse per text, instead of `list: item | list list`"
             )
         row, address = writable(out)
         size = row.nbytes
@@ -205,7 +205,7 @@ class LLGuidanceMatcher(Matcher):
             row[only >> 5] = 1 << (only & 31)
 
     def _forced_token(self) -> int | None:
-        """The first token by which the tokenizer encodes the forced bytes; None if there is none."""
+        """The first token by which the tokenizer encodes the forced bytes; None if no token is forced."""
         vocabulary, policy = self.grammar.vocabulary, self.grammar.policy
         return next(iter(vocabulary.written(self.forced_bytes(), 1, policy)), None)
 
@@ -229,8 +229,8 @@ class LLGuidanceMatcher(Matcher):
 
         Args:
             question: the query.
-            moves: whether the query only consumes tokens.
-            copy: whether to query a copy, because a query for forced bytes moves an ``LLMatcher`` past them.
+            moves: whether the query only consumes tokens, so that the ``LLMatcher`` can be rolled back afterwards.
+            copy: whether a copy is queried, because a query for forced bytes moves an ``LLMatcher`` past these bytes.
 
         Raises:
             GrammarError: the query fails again.

@@ -1,8 +1,8 @@
-"""The source text for llguidance, compiling it within limits, and llguidance's error messages.
+"""The source text of a grammar for llguidance, compiling it within limits, and llguidance's error messages.
 
-llguidance's compiler recurses along chains of rules, and a stack overflow kills the process. So the length of texts is bounded, and a
-text is compiled in a thread with a stack that it cannot fill (measured: 27 bytes of stack per byte of plain rules, 430 for negated
-terminals).
+llguidance's compiler recurses along chains of rules, and a stack overflow kills the process. So the length of source texts is bounded,
+and the compiling thread has a stack that a text of this length cannot fill (measured: 27 bytes of stack per byte of plain rules, 430
+for negated terminals).
 
 Nested terminals are expanded to one regular expression, which llguidance compiles in time cubic in the depth: 0.1 seconds at 500, 6
 at 2000, minutes at 20,000. llguidance does not limit the depth, so it is limited here.
@@ -22,7 +22,7 @@ from ..vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-#: Greatest number of characters of a text to compile. Bytes of the compiling thread's stack: the minimum, and per character.
+#: Greatest number of characters of a source text. Bytes of the compiling thread's stack: the minimum, and per character.
 LONGEST = 512 * 1024
 STACK, STACK_PER_CHARACTER = 16 * 1024 * 1024, 1024
 
@@ -156,7 +156,7 @@ _stack_lock = threading.Lock()
 
 def _with_room(text: str, call: Callable[[], T]) -> T:
     """Runs `call`, which compiles `text`, in a thread with a stack that is large enough for `text`; returns its result. A thread that
-    starts at the same moment may get such a stack, too.
+    starts at the same moment may get a stack of this size, too.
     """
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(call()), name="llguidance-compile")
@@ -199,7 +199,7 @@ def _smaller(language: Language) -> str:
 
 
 def depth(lark: str) -> int:
-    """The greatest depth of nested brackets, negations and terminals, with terminals expanded (recursive ones once)."""
+    """The greatest depth of nested brackets, negations and terminals, with terminals expanded (recursive terminals once)."""
     uses = _uses(lark)
     deepest: dict[str, int] = {}
     walk = [(name, False) for name in uses]
@@ -216,7 +216,7 @@ def depth(lark: str) -> int:
 
 
 def _uses(lark: str) -> dict[str, dict[str, int]]:
-    """For every definition, the depth of each terminal that it uses; the key "" stands for the definition's own brackets."""
+    """For every definition, the depth at which it uses each terminal; the key "" stands for the definition's own brackets."""
     uses: dict[str, dict[str, int]] = {}
     inside: dict[str, int] = {}
     level = negations = 0

@@ -1,7 +1,7 @@
 """Deterministic automata over characters, which check all conditions on a string at once.
 
 A condition is a regular tree (:mod:`.tree`) that the string must match, or must not match; lengths are conditions too. interegular's
-``crawl`` builds the product of the conditions' automata, within our limits, as its ``FSM``. Three parts of interegular are not
+``crawl`` builds the product automaton of all conditions as an ``FSM``, until it exceeds our limits. Three parts of interegular are not
 used: FSMs of single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong
 (0.3.3) for an FSM that returns to its first state; and ``reduce``, which may take exponential time.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from interegular.fsm import FSM, Alphabet
 
 
-#: A state of the product: a set of nodes for each condition's automaton, and the number of characters read. Numbers that
-#: no length limit tells apart are equivalent, so the number is capped.
+#: A state of the product: a set of nodes for each condition's automaton, and the number of characters read. Numbers
+#: beyond all length limits are equivalent, so the number is capped.
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]
-#: Greatest number of nodes in the cached sets of one condition's automaton while strings are matched.
+#: Greatest total size, in nodes, of the node sets that one condition's automaton caches while it matches strings.
 _REMEMBERED = 50_000
 _WHAT = "the automaton of a string's pattern and length"
 
@@ -48,19 +48,19 @@ def automaton(conditions: Sequence[tuple[Pattern, bool]], low: int = 0, high: in
     parts = [_ConditionAutomaton(tree, symbols) for tree, _ in conditions]
     states: list[_State] = []
     numbers: dict[_State, int] = {}
-    visited = 0  # nodes that all moves together visit
+    move_nodes = 0  # nodes visited to compute the moves of all states
 
     def number(state: _State) -> int:
-        nonlocal visited
+        nonlocal move_nodes
         if state not in numbers:
             numbers[state] = len(states)
             states.append(state)
-            visited += symbols.count * sum(map(len, state[0]))
+            move_nodes += symbols.count * sum(map(len, state[0]))
             check(_WHAT)
             for limit, bound, size in (
                 ("STATES", limits.STATES, len(states)),
                 ("MOVES", limits.MOVES, len(states) * symbols.count),
-                ("MOVE_NODES", limits.MOVE_NODES, visited),
+                ("MOVE_NODES", limits.MOVE_NODES, move_nodes),
             ):
                 if size > bound:
                     limits.exceeded(limit, bound, _WHAT)
@@ -255,7 +255,7 @@ def refined(
 
 
 class Symbols:
-    """Classes of characters, with numbers (symbols). All characters of a class are in the same character sets of the trees.
+    """Numbered classes of characters (symbols). Each character set of the trees contains all characters of a class or none.
 
     Attributes:
         count: number of symbols; they are numbered from 0.
@@ -271,7 +271,7 @@ class Symbols:
                 events.setdefault(high + 1, []).append(index)
         events.pop(characters.LAST + 1, None)
         self.borders = sorted(events)
-        self.owners: list[int] = []  # the symbol from each border to the next
+        self.owners: list[int] = []  # the symbol of the characters from each border up to the next
         numbers: dict[frozenset[int], int] = {}
         members: set[int] = set()
         for border in self.borders:

@@ -15,7 +15,7 @@ _BRACED = re.compile(r"\{([^{}]*)\}")
 _HEXADECIMAL = re.compile(r"[0-9A-Fa-f]+")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
 _CLASS_BEGIN = re.compile(r"\[\^?\]?")
-#: Operations between classes. ``||`` (union) is only used for the first class, with the empty set on its left.
+#: Operations between classes. ``||`` (union) is used for the first class only, with the empty set as left operand.
 _OPERATIONS: dict[str, Callable[[Ranges, Ranges], Ranges]] = {
     "||": lambda a, b: characters.ranges([*a, *b]),
     "&&": characters.common,
@@ -218,7 +218,7 @@ class ClassReader:
         return replace(named, place=begin)
 
     def code_point(self, letter: str, begin: int) -> Set:
-        """Reads the digits of an escape; returns the character with this code point, or the escape verbatim if there is none."""
+        """Reads the digits of an escape; returns the character with this code point, or the escape verbatim if it is invalid."""
         point = self.digits(letter)
         if self.dialect.surrogate_pairs and point is not None and 0xD800 <= point < 0xDC00:
             low = _LOW_SURROGATE.match(self.pattern, self.place)

@@ -142,7 +142,7 @@ class _Reading:
 
     @property
     def whole(self) -> Pattern:
-        """The whole strings that match in this way."""
+        """A tree for the whole strings that contain this match."""
         return cat(*([] if self.begins else [ANYTHING]), self.tree, *([] if self.ends else [ANYTHING]))
 
 
@@ -194,7 +194,7 @@ class _Anchors:
         raise irregular(tree)
 
     def look(self, look: Look, before: _Readings, alternated: bool, nested: bool) -> None:
-        """Adds the condition of `look` on the whole string. before: readings of the part before it, which must be just ``^``."""
+        """Adds the condition of `look` on the whole string. before: readings of the pattern before `look`, which must be just ``^``."""
         if before != _AT_BEGINNING:
             reason = "look-ahead that does not stand right after ^ at the beginning"
             raise _refusal(self.pattern, reason, look.place)
@@ -227,7 +227,7 @@ def _merged(readings: Iterable[_Reading]) -> _Readings:
 
 
 def _join(a: _Reading, b: _Reading) -> _Reading | None:
-    """`a` followed by `b`; None if an anchor between them forbids it."""
+    """`a` followed by `b`; None if an anchor between `a` and `b` forbids a match."""
     left, right = a.tree, b.tree
     if b.begins:
         if not nullable(left):
@@ -261,7 +261,7 @@ for line in sys.stdin:
 
 
 class Search:
-    """Searches patterns in texts. A context manager, because it may start a process."""
+    """Searches patterns in texts. A context manager, which ends the process that a search may start."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None

@@ -210,7 +210,7 @@ class _Reader(ClassReader):
         self.group.last = "repeated"
 
     def bounds(self, text: str, begin: int) -> tuple[int, int | None]:
-        """The bounds (None: no upper bound) of the quantifier `text` in braces. A bound with too many digits, if allowed, is large."""
+        """The bounds (None: no upper bound) of the quantifier `text` in braces. A bound of too many digits, if accepted, is capped."""
         least, comma, most = text[1:-1].partition(",")
         if max(len(least), len(most)) > self.dialect.most_digits:
             self.refuse("too often", shortened(text, 20), begin)

@@ -3,7 +3,7 @@
 A tree of only :class:`Chars`, :class:`Cat`, :class:`Or` and :class:`Repeat` is *regular*: a set of whole strings, for which automata
 can be built. The other nodes are for constructs of some dialects; the code that uses a tree resolves, drops or refuses them.
 
-The written text is valid for Rust's ``regex``, llguidance and outlines_core, and without :class:`Class` for Python's ``re``, too.
+The written text is valid for Rust's ``regex``, llguidance and outlines_core, and for Python's ``re`` if the tree has no :class:`Class`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _MOST_VALUES = 9
 
 
 def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
-    """An expression for the texts of `array`. The names of the rules that are added to `rules` begin with `name`."""
+    """An expression for the JSON texts of the arrays in `array`. The names of the rules that are added to `rules` begin with `name`."""
     whitespace = rules.whitespace
     opened, closed = text(rf"\[{whitespace.opened}"), text(rf"{whitespace.closing}\]")
     empty = [text(rf"\[{whitespace.empty}\]")] if array.low == 0 else []
@@ -34,7 +34,7 @@ def write_array(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _plain(rules: Rules, array: Arrays) -> Expr:
-    """An expression for the items of arrays with at least one item and conditions on positions only."""
+    """An expression for the items of arrays of at least one item, if an item's conditions depend only on its position."""
     comma = text(rules.whitespace.comma)
     first = len(array.prefix)
     if array.high == 0:
@@ -51,9 +51,9 @@ def _plain(rules: Rules, array: Arrays) -> Expr:
 
 
 def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
-    """An expression for the items of arrays in which a bounded number of items satisfies given nodes (:class:`.arrays.Count`).
+    """An expression for the items of arrays with bounds on how many items satisfy a node, a set of values (:class:`.arrays.Count`).
 
-    A rule stands for a state: the position, and for each bound the number of such items, up to the greatest number that matters.
+    Each rule stands for a state of an automaton: the position and, for each bound, how many items have satisfied its node.
     """
     nodes, counts = rules.normaliser.nodes, array.counts
     last = max(len(array.prefix), array.low, array.high or 0, *(count.start for count in counts), 1)
@@ -103,7 +103,7 @@ def _counted(rules: Rules, name: str, array: Arrays) -> Expr:
 
 
 def _unique(rules: Rules, name: str, array: Arrays) -> Expr:
-    """An expression for the items of arrays with ``uniqueItems``. A rule stands for a state: the position, and the values used so far.
+    """An expression for the items of arrays with ``uniqueItems``. Each rule is for a position and the set of values used so far.
 
     Raises:
         GrammarError: the items have too many possible values, or the array has `counts`, too.

@@ -28,7 +28,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Arrays:
-    """A set of arrays with between `low` and `high` items. The first items satisfy the nodes of `prefix`, all others `rest`.
+    """A set of arrays of `low` to `high` items. The first items satisfy the nodes of `prefix`, all other items the node `rest`.
 
     Attributes:
         counts: bounds on the number of items that satisfy a node.
@@ -89,7 +89,7 @@ def intersection(a: Arrays, b: Arrays, algebra: NodeAlgebra) -> Arrays | None:
 
 
 def complement(a: Arrays, algebra: NodeAlgebra) -> list[Arrays]:
-    """The arrays that are not in `a`, as alternatives.
+    """The arrays that are not in `a`, as a list of sets.
 
     Raises:
         GrammarError: the complement includes arrays with a repeated item, which cannot be expressed.

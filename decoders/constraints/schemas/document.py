@@ -33,9 +33,9 @@ class Place:
         year: the year of its draft (2013, 2017, 2018, 2019, 2020).
         path: JSON path, for messages.
         resolver, specification: objects of the package ``referencing`` that resolve references and describe the draft.
-        dynamic: whether the document has dynamic references. The target of a dynamic reference depends on the path to it.
-        subtracted: whether the values of the schema are excluded, as under ``not``. A left-out keyword must make an excluded schema
-            allow fewer values, and any other schema allow more.
+        dynamic: whether the document has dynamic references, whose targets depend on the schemas through which they are reached.
+        subtracted: whether the values of the schema are excluded, as under ``not``. Leaving out a keyword must let the document
+            allow more values, so an excluded schema must then allow fewer.
     """
 
     schema: dict[str, Any]
@@ -62,7 +62,7 @@ class Place:
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """The ``$id`` of each schema on the path to this one. Only dynamic references depend on it; without them it is empty."""
+        """The ``$id`` of each schema on the path to this schema, for dynamic references; empty in documents that have none."""
         if not self.dynamic:
             return ()
         return tuple(dict.fromkeys(reversed([uri for uri, _ in self.resolver.dynamic_scope()])))
@@ -85,8 +85,8 @@ class Place:
             AttributeError,
         ) as problem:  # AttributeError: a pointer into a value that is not a schema
             raise GrammarError(
-                f"{self.path}: {keyword} {reference!r} refers to nothing in the schema; nothing is fetched: put what it "
-                "refers to under $defs, with its $id",
+                f"{self.path}: {keyword} {reference!r} refers to nothing in the schema, and nothing is fetched: put the "
+                "target under $defs, with its $id",
                 keyword, self.path,
             ) from problem  # fmt: skip
         inside = reference.startswith("#/") or reference == "#"

@@ -17,7 +17,7 @@ from functools import lru_cache
 from ..patterns import ecma
 from ..patterns.tree import Pattern
 
-# Without the year 0: the standard has it, dates of programming languages do not.
+# The year 0 is left out: the standard allows it, but the date types of programming languages do not.
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _YEAR_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (

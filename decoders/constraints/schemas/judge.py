@@ -109,13 +109,13 @@ class Judge:
         return Judgement(evaluated=frozenset(evaluated))
 
     def _each(self, place: Place | bool, value: Any, keys: list[Any]) -> Judgement:
-        """The verdict of the schema at `place` on the parts of `value` under `keys`; if all are valid, `keys` are evaluated."""
+        """The verdict of the schema at `place` on the parts of `value` under `keys`. If all are valid, `keys` count as evaluated."""
         for key in keys:
             if (failure := self.verdict(place, value[key]).failure) is not None:
                 return Judgement(failure.within(key))
         return Judgement(evaluated=frozenset(keys))
 
-    # Assertions about the value itself.
+    # Keywords with conditions on the value itself.
 
     def _broken(self, read: dict[str, Any], value: Any) -> Iterator[str]:
         """The keywords that `value` breaks, apart from keywords that apply schemas."""
@@ -221,8 +221,8 @@ class Judge:
     def _in_array(self, place: Place, read: dict[str, Any], value: list[Any]) -> Iterator[Judgement]:
         listed = next((key for key in ("prefixItems", "items") if isinstance(read.get(key), list)), None)
         first = 0 if listed is None else len(read[listed])
-        for index in range(min(first, len(value))):
-            yield self._each(place.child(listed, index), value, [index])  # type: ignore[arg-type]  # the range is empty
+        for index in range(min(first, len(value))):  # empty if `listed` is None
+            yield self._each(place.child(listed, index), value, [index])  # type: ignore[arg-type]
         rest = "additionalItems" if listed == "items" else "items"
         if rest in read and (listed is not None or rest == "items"):
             yield self._each(place.child(rest), value, [*range(first, len(value))])
@@ -242,7 +242,7 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _deepest(keyword: str, read: dict[str, Any], value: Any, every: list[Judgement]) -> Judgement:
-    """The verdict if all alternatives fail: the deepest failure in a part of `value`, or a failure of `keyword` if there is none."""
+    """The verdict if all alternatives fail: the deepest failure in a part of `value`, or else a failure of `keyword`."""
     deepest = max((v for v in every if v.failure), key=lambda v: len(v.failure.path) if v.failure else 0, default=None)
     if deepest is not None and deepest.failure is not None and deepest.failure.path:
         return deepest

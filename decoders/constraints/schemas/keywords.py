@@ -147,8 +147,8 @@ def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> 
         additional = TRUE
     unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
-    # A key may match a pattern that is left out. So additional keys may also have values that the pattern's schema allows; under
-    # `not`, every key must have a value that this schema allows, too.
+    # A key may match a pattern that is left out. So the pattern's schema widens the values of additional keys or, if `place` is
+    # subtracted, narrows the values of all keys.
     if unread and place.subtracted:
         additional = nodes.intersection(additional, *unread)
         classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
@@ -188,7 +188,7 @@ def _pattern(text: Any) -> Strings:
 def _pattern_of_keys(place: Place, text: str) -> Strings:
     try:
         return _pattern(text)
-    except GrammarError as problem:  # the path names this pattern, so that only it may be left out
+    except GrammarError as problem:  # the path names the pattern: other patterns can stay
         path = place.path_of("patternProperties", text)
         raise GrammarError(f"{path}: patternProperties: {problem}", "patternProperties", path) from problem
 
@@ -262,7 +262,7 @@ _ANNOTATION_KEYWORDS = frozenset((
 ))  # fmt: skip
 #: Formats of OpenAPI and Pydantic that describe the use of a string and restrict nothing.
 _ANNOTATION_FORMATS = ("binary", "byte", "password", "path", "file-path", "directory-path")
-#: Least similarity of a misspelt keyword (:func:`difflib.get_close_matches`).
+#: Least similarity (:func:`difflib.get_close_matches`) to a keyword at which a name counts as misspelt.
 _SIMILARITY = 0.8
 #: The warning about a misspelt keyword.
 MISSPELT = "is not a keyword and has no effect"

@@ -15,7 +15,7 @@ SCHEMA_CHARACTERS = 1_000_000
 NESTING = 100
 #: Greatest number of alternatives of one type, such as objects, at one place of the text after allOf, oneOf, not, … are multiplied out.
 ALTERNATIVES = 256
-#: Greatest number of steps of multiplying out, for the whole schema.
+#: Greatest number of steps for multiplying out the whole schema.
 STEPS = 150_000
 #: Greatest number of places of the text that have different schemas.
 PLACES = 4_000

@@ -86,7 +86,7 @@ class NodeAlgebra(ABC):
 
     @abstractmethod
     def empty(self, node: Node) -> bool:
-        """Whether `node` certainly allows no value; False if that shows only at a greater depth than is searched."""
+        """Whether `node` certainly allows no value; False also if only a deeper search would show that it allows none."""
 
     @abstractmethod
     def step(self, count: int = 1) -> None:

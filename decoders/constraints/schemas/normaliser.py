@@ -23,8 +23,6 @@ from .strings import Strings
 
 _LOOK_AHEAD = 3
 _WORK = "the work of multiplying out allOf, anyOf, oneOf, not, …"
-
-
 _OF_OBJECTS = ("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties")
 #: Keywords that evaluate items or properties, in the sense of ``unevaluatedItems`` and ``unevaluatedProperties``.
 _EVALUATING = frozenset((
@@ -51,7 +49,7 @@ class _CycleError(Exception):
 
 
 class Normaliser(SchemaAlgebra):
-    """Computes the shapes of nodes, each once.
+    """Computes the shapes (sets of values) of nodes, each once.
 
     Args:
         dropped: (path, keyword) of the keywords that are left out. A left-out keyword allows everything (under ``not``: nothing), so
@@ -107,7 +105,7 @@ class Normaliser(SchemaAlgebra):
             self.depth -= 1
 
     def shapes(self, node: Node) -> Shapes:
-        """The shapes of the values that `node` allows. Raises GrammarError: they cannot be expressed."""
+        """The set of the values that `node` allows. Raises GrammarError: the set cannot be expressed."""
         try:
             return self.normalise(node)
         except (_CycleError, RecursionError) as problem:
@@ -138,7 +136,7 @@ class Normaliser(SchemaAlgebra):
 
     def droppable(self, problem: GrammarError) -> tuple[str, str] | None:
         """Returns (path, keyword) of a keyword to leave out because of `problem`: the keyword that caused it, or else a keyword of
-        :data:`_COARSE` near the path of `problem`. None if there is none.
+        :data:`_COARSE` near the path of `problem`. None if no keyword can be left out.
         """
         path, keyword = problem.path or "", problem.keyword or ""
         places = self.places
@@ -198,7 +196,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def schema(self, place: Place) -> Shapes:
-        """The shapes of the values that the schema at `place` allows."""
+        """The set of the values that the schema at `place` allows."""
         schema, read = place.schema, partial(self.reads, place)
         if read("$ref") and place.year <= 2018:  # siblings of $ref are ignored
             with self.locating_errors(place, "$ref"):
@@ -216,7 +214,7 @@ class Normaliser(SchemaAlgebra):
         return current
 
     def _without_dropped(self, place: Place, current: Shapes) -> Shapes:
-        """`current` after the left-out keywords of `place`. They evaluate everything or, if `place` is subtracted, allow nothing."""
+        """Applies the left-out keywords of `place`: they evaluate all parts of a value or, if `place` is subtracted, allow nothing."""
         dropped = [keyword for keyword in place.schema if (place.path, keyword) in self.dropped]
         if place.subtracted:
             return _without(current, dropped)
@@ -231,7 +229,7 @@ class Normaliser(SchemaAlgebra):
 
     @contextmanager
     def locating_errors(self, place: Place, keyword: str, group: tuple[str, ...] = ()) -> Iterator[None]:
-        """Adds `keyword` and `place`'s path to a GrammarError without a path. The error's own keyword stays if it is in `group`."""
+        """Adds `keyword` and the path of `place` to a GrammarError without a path; keeps a keyword of `group` that the error has."""
         try:
             yield
         except GrammarError as problem:
@@ -242,7 +240,7 @@ class Normaliser(SchemaAlgebra):
             raise GrammarError(f"{place.path}: {keyword}: {problem}", keyword, place.path) from problem
 
     def types(self, place: Place) -> Shapes:
-        """The shapes of the values that the keywords about single types, ``type``, ``const`` and ``enum`` allow."""
+        """The set of the values that ``type``, ``const``, ``enum`` and the keywords for single types (``minLength``) allow."""
         schema, read, current = place.schema, partial(self.reads, place), ALL
         if read("type"):
             with self.locating_errors(place, "type"):
@@ -282,7 +280,7 @@ class Normaliser(SchemaAlgebra):
         return shape if keeps else replace(shape, evaluated=type(shape)().evaluated)
 
     def values(self, values: Any) -> Shapes:
-        """The shapes of enumerated values."""
+        """The set of the enumerated `values`."""
         if not isinstance(values, list):
             raise GrammarError(f"an enumeration must be a list, not {values!r}", "enum")
         if len(values) > limits.VALUES:

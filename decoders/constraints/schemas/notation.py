@@ -22,7 +22,7 @@ class Terminal:
 
     Attributes:
         lark: the definition in Lark's notation. Terminals with equal definitions are equal.
-        regex: a regular expression for the texts, or a function that computes it; None if there is none, or it would be too long.
+        regex: a regular expression for the texts, or a function that computes it; None if it does not exist or is too long.
         rule: whether `lark` can only define a rule, not a terminal.
     """
 
@@ -168,13 +168,13 @@ def lark(rules: dict[str, Expr]) -> str:
 
 
 def _size(regex: str) -> int:
-    """The estimated length of `regex` with its repetitions expanded. Each repeated part counts as one character of a JSON string."""
+    """The length of `regex` with repetitions expanded, estimated at ``_UNIT`` characters (a regex for a JSON character) per copy."""
     counts = [int(high or low or 0) for low, high in _COUNT.findall(regex)]
     return len(regex) + _UNIT * sum(counts)
 
 
 def _recursive(rules: dict[str, Expr]) -> bool:
-    """Whether a rule uses itself, directly or indirectly. Removes the rules that use only removed rules; recursive rules remain."""
+    """Whether any rule is recursive. A rule is done once all rules that it uses are done; recursive rules are never done."""
     open_calls = {name: set(calls(rule)) for name, rule in rules.items()}
     callers = _callers(rules)
     done = [name for name, called in open_calls.items() if not called]
@@ -270,7 +270,7 @@ class _Productive:
                 self.done.append(outer)
 
     def add(self, expr: Expr, outer: int | str) -> None:
-        """Adds `expr`, a part of `outer`, with the number of its parts that must derive a text before `expr` derives one."""
+        """Adds `expr`, a part of `outer`, and the number of parts of `expr` that must derive a text first."""
         number = len(self.needs)
         self.around.append(outer)
         needs, parts = 0, tuple[Expr, ...]()

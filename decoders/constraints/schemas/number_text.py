@@ -1,7 +1,7 @@
 """Exact regular expressions for sets of numbers as JSON text.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits. So the nearest float
-is within the bounds, too, and it is an integer only if the number is one.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits. So the float that a
+reader parses is within the bounds, too, and is an integer only if the written number is an integer.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def _multiples_between(numbers: Numbers, step: Fraction) -> str | None:
 def schema(numbers: Numbers) -> dict[str, Any]:
     """`numbers`, which are multiples of a step, as a JSON schema for llguidance. Raises GrammarError: llguidance cannot read them."""
     if numbers.kind == "fraction" or numbers.step is None:
-        raise GrammarError(f"multiples of {numbers.multiple} that are not integers: set strict=False", "multipleOf")
+        raise GrammarError(
+            f"no grammar can exclude integers from multiples of {numbers.multiple}: set strict=False", "multipleOf"
+        )
     if numbers.step.numerator > limits.STEP:  # the automaton has a state per remainder
         limits.exceeded("STEP", limits.STEP, f"multipleOf {numbers.step}", "multipleOf")
     if numbers.step.denominator > 10**DIGITS:
@@ -128,7 +130,7 @@ def _json_number(value: Fraction) -> int | float:
 
 
 def _multiples(step: Fraction) -> str | None:
-    """A regular expression for all multiples of `step`; None unless `step` is 1, 2 or 5 times a power of ten below 1."""
+    """A regular expression for all multiples of `step`; None unless `step` is 1, 2 or 5 divided by 10, 100, …."""
     value, places = step, 0
     while value.denominator != 1 and places < _MOST_DECIMALS:
         value, places = value * 10, places + 1
@@ -247,7 +249,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """A regex for `integer` (itself a regex) and a fraction. fractions: whether it may be absent, and regexes for its digits."""
+    """A regex for numbers with integer part `integer`, a regex. fractions: whether the fraction may be absent; its digits' regexes."""
     none, alternatives = fractions
     if not none and not alternatives:
         return ""

@@ -98,7 +98,7 @@ def intersection(a: Numbers, b: Numbers) -> Numbers | None:
 
 
 def complement(a: Numbers) -> list[Numbers]:
-    """The numbers that are not in `a`, as alternatives.
+    """The numbers that are not in `a`, as a list of sets.
 
     Raises:
         GrammarError: `a` is a set of multiples. Its complement cannot be expressed.
@@ -108,7 +108,7 @@ def complement(a: Numbers) -> list[Numbers]:
         alternatives.append(Numbers(high=a.low, open_high=not a.open_low))
     if a.high is not None:
         alternatives.append(Numbers(low=a.high, open_low=not a.open_high))
-    if a.low is None or a.low != a.high:  # a single point has no kinds to exclude
+    if a.low is None or a.low != a.high:  # a single number is excluded by its bounds alone
         if a.multiple is not None:
             raise GrammarError(
                 "no grammar can exclude the multiples of a number; strict=False validates it afterwards", "multipleOf"

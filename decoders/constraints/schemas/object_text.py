@@ -28,12 +28,12 @@ _SHARED_CONDITIONS = (
 
 
 def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
-    """An expression for the texts of `shape`. The names of the rules that are added to `rules` begin with `name`."""
+    """An expression for the JSON texts of the objects in `shape`. The names of rules that are added to `rules` begin with `name`."""
     return ObjectWriter(rules, name, shape).write()
 
 
 class ObjectWriter:
-    """Writes the rules for the objects of one shape. Subclasses write members in other notations."""
+    """Writes the rules for one set of objects, `shape`. Subclasses write members in other notations."""
 
     def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
         self.rules, self.name, self.shape = rules, name, shape
@@ -84,7 +84,7 @@ class ObjectWriter:
         return self.named(f"p{position}_{count}", lambda: self.choice(position, count))
 
     def tail(self, position: int) -> Expr:
-        """The members from the property at `position` on, each after a comma. A rule has a few members, so that rules share tails."""
+        """The members from the property at `position` on, each after a comma. A rule has few members, then refers to a shared rule."""
         end = min(len(self.members), position + _MEMBERS_PER_RULE - position % _MEMBERS_PER_RULE)
         run = [self.optional(prop) for prop in self.members[position:end]]
         return seq(*run, self.declared(end, self.last))
@@ -93,7 +93,7 @@ class ObjectWriter:
         return rep(seq(self.comma, self.member(prop)), int(prop.required), 1)
 
     def choice(self, position: int, count: int) -> Expr:
-        if self.last == 1 and self.high is None:  # count is 0: which member is the first?
+        if self.last == 1 and self.high is None:  # count is 0: an alternative for each possible first member
             alternatives = []
             for index, prop in enumerate(self.members[position:], position):
                 alternatives.append(seq(self.member(prop), self.declared(index + 1, 1)))
@@ -141,11 +141,11 @@ class ObjectWriter:
         left = None if self.high is None else self.high - count
         if count:
             return rep(seq(self.comma, item), needed, left)
-        # :meth:`write` writes the empty object.
+        # At least one member, because :meth:`write` adds the empty object.
         return seq(item, rep(seq(self.comma, item), max(0, needed - 1), None if left is None else left - 1))
 
     def several_undeclared(self) -> Expr:
-        """Returns :data:`NOTHING`: ``minProperties`` needs several undeclared members here, but undeclared keys could be equal.
+        """Returns :data:`NOTHING` where ``minProperties`` needs several undeclared members, because their keys could be equal.
 
         Raises:
             GrammarError: the declared properties and one undeclared property are too few for ``minProperties``.
@@ -153,7 +153,7 @@ class ObjectWriter:
         if self.item(()) != NOTHING:
             if len(self.members) + 1 < self.low:
                 raise GrammarError(
-                    f"of {self.low} properties all but one must be declared, since undeclared keys may repeat; "
+                    f"minProperties {self.low} needs {self.low - 1} declared properties, since undeclared keys may repeat; "
                     "strict=False validates it afterwards",
                     "minProperties",
                 )

@@ -24,7 +24,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Keys:
-    """The properties that keywords have evaluated: those with given names, those in given classes (sets) of keys, or `all`."""
+    """The properties that keywords have evaluated: properties with one of `names`, with a key in one of `classes`, or `all`."""
 
     names: frozenset[str] = frozenset()
     classes: tuple[Strings, ...] = ()
@@ -96,7 +96,7 @@ class Objects:
 
 
 def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """The objects that are in both `a` and `b`, as alternatives."""
+    """The objects that are in both `a` and `b`, as a list of sets."""
     pieces = []
     order = list(dict.fromkeys((*a.names, *b.names)))
     for left, right in product(_with_declared(a, order, algebra), _with_declared(b, order, algebra)):
@@ -130,7 +130,7 @@ def intersection(a: Objects, b: Objects, algebra: NodeAlgebra) -> list[Objects]:
 
 
 def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """The objects that are not in `a`, as alternatives."""
+    """The objects that are not in `a`, as a list of sets."""
     complement_of = algebra.nodes.complement
     left: list[Objects] = []
     for prop in a.properties:
@@ -179,7 +179,7 @@ def evaluate(a: Objects, node: Node, algebra: NodeAlgebra) -> Objects | None:
 
 
 def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
-    """The strings in none of `classes`, as alternatives."""
+    """The strings in none of `classes`, as a list of sets."""
     left = [strings.ALL]
     for keys in classes:
         left = [
@@ -192,14 +192,14 @@ def _complement_of_all(classes: Sequence[Strings]) -> list[Strings]:
 
 
 def _with_declared(a: Objects, order: Sequence[str], algebra: NodeAlgebra) -> list[Objects]:
-    """`a` with all names in `order` as declared properties, as alternatives."""
+    """The objects of `a` as a list of sets that declare a property for each name in `order`."""
     known = a.names
     added = tuple(Property(name, a.value(name)) for name in order if name not in known)
     return _resolve_exists(replace(a, properties=(*a.properties, *added)), algebra) if added else [a]
 
 
 def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
-    """`a` as alternatives in which no entry of ``exists`` has the key of a declared property."""
+    """The objects of `a` as a list of sets in which no entry of ``exists`` has the key of a declared property."""
     for index, (keys, node) in enumerate(a.exists):
         declared = (*a.exists[:index], *a.exists[index + 1 :])
         names_with_key = (

@@ -202,8 +202,8 @@ class _QuotedWriter(_RawWriter):
     def key(self, name: str) -> str:
         return self.raw_key(name)
 
-    def string(self, strings: Strings, behind: str = "") -> Expr:
-        return self.raw_keys(strings, "", behind) if behind else write_raw(strings, self.never, self.quote, self.quote)
+    def string(self, strings: Strings, suffix: str = "") -> Expr:
+        return self.raw_keys(strings, "", suffix) if suffix else write_raw(strings, self.never, self.quote, self.quote)
 
 
 class _ParameterWriter(_RawWriter):
@@ -218,10 +218,10 @@ class _ParameterWriter(_RawWriter):
         except GrammarError as problem:
             raise problem if problem.path is not None else self.normaliser.with_location(root, problem) from problem
 
-    def string(self, strings: Strings, behind: str = "") -> Expr:
-        """A string in JSON. It contains no special tokens, because a reader would see the tokens' names."""
+    def string(self, strings: Strings, suffix: str = "") -> Expr:
+        """A string in JSON, without special tokens, because the parsed value would contain their names."""
         within = _tree(f"^[^{_STAND_INS}]*$") if self.special else None
-        return string_text.write_string(strings, behind, within)
+        return string_text.write_string(strings, suffix, within)
 
     def value(self, node: Node, kinds: frozenset[str]) -> Expr:
         """An expression for a parameter's values, restricted to the types `kinds`, each followed by the end mark."""
@@ -237,8 +237,8 @@ class _ParameterWriter(_RawWriter):
         written = [write_raw(one, never, "", closing) for one in shapes.strings]
         if others:
             self.warning(_OTHERS.format(read=", ".join(_READ[kind] for kind in others)))
-            # A lexer reads a value of another type and a string at once, and the string may continue where the value ends. So the
-            # terminal of such a value includes the end mark.
+            # The lexer matches strings and values of other types in parallel, and a string may go on where another value ends. So
+            # the terminals of these values include the end mark.
             written += self.scalars(shapes, closing)
             if inside := kinds & {"array", "object"}:
                 nested = nodes.intersection(node, place(_of_types(frozenset(inside))))
@@ -247,7 +247,7 @@ class _ParameterWriter(_RawWriter):
 
 
 class _ParametersWriter(ObjectWriter):
-    """Writes the objects of one shape as a sequence of parameters."""
+    """Writes each object of one set, `shape`, as a sequence of parameters."""
 
     rules: _ParameterWriter
 
@@ -264,7 +264,7 @@ class _ParametersWriter(ObjectWriter):
         return seq(text(head), self.rules.value(prop.node, kinds))
 
     def undeclared_member(self, keys: Strings, value: Node) -> Expr:
-        """An undeclared member. Its value has a type that :class:`Kinds` finds for its name anywhere in the schema."""
+        """An undeclared member. If its name is declared elsewhere in the schema, its value has a type from there (:class:`Kinds`)."""
         notation, kinds = self.rules.notation, self.rules.kinds
         names: dict[frozenset[str], set[str]] = {}
         for name in kinds.names:

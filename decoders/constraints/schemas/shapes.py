@@ -1,4 +1,4 @@
-"""Shapes: sets of JSON values, as alternatives for each type, with intersection, union and difference."""
+"""Shapes: sets of JSON values, as a list of sets for each type, with intersection, union and difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T", Numbers, Strings, Arrays, Objects)
 
 @dataclass(frozen=True)
 class Shapes:
-    """A set of JSON values: the union of the alternatives of all types.
+    """A set of JSON values: the union of the sets listed for each type.
 
     Attributes:
         units: which of "null", "true" and "false" are in the union.
@@ -100,13 +100,13 @@ class SchemaAlgebra(NodeAlgebra):
 
     @abstractmethod
     def opposite(self, place: Place) -> Place:
-        """`place` with `subtracted` reversed, for a keyword such as ``not`` that excludes the values of a schema. Left-out keywords in
-        this schema then allow nothing instead of everything, or the reverse.
+        """`place` with `subtracted` reversed, for a keyword such as ``not`` that excludes the values of a schema. Left-out
+        keywords of a subtracted schema allow nothing, other left-out keywords everything.
         """
 
     @abstractmethod
     def normalise(self, node: Node) -> Shapes:
-        """The shapes of the values that `node` allows."""
+        """The set of the values that `node` allows."""
 
     def intersect(self, current: Shapes, node: Node) -> Shapes:
         """The values of `current` that `node` allows."""
@@ -115,7 +115,7 @@ class SchemaAlgebra(NodeAlgebra):
 
 @dataclass(frozen=True)
 class _Type(Generic[T]):
-    """A type of JSON values: the set of all its values, and operations on its sets, which return lists of alternatives."""
+    """A type of JSON values: the set of all its values, and functions on sets of its values that return lists of sets."""
 
     all_values: T
     intersect: Callable[[T, T, NodeAlgebra], list[T]]
@@ -150,7 +150,7 @@ def _intersections(left: tuple[T, ...], right: tuple[T, ...], kind: _Type[T], al
 
 def _union(pieces: Iterable[T], all_values: T) -> tuple[T, ...]:
     distinct = list(dict.fromkeys(pieces))
-    if all_values in distinct:  # beside it, only alternatives with evaluated parts are kept
+    if all_values in distinct:  # other sets are then kept only for their evaluated parts
         nothing_evaluated = getattr(all_values, "evaluated", None)
         distinct = [
             piece for piece in distinct if piece == all_values or getattr(piece, "evaluated", None) != nothing_evaluated

@@ -182,8 +182,8 @@ def _as_part(text: str) -> str:
     return f"(?:{text})" if "|" in text else text
 
 
-def write_string(strings: Strings, behind: str = "", within: Pattern | None = None) -> Expr:
-    """An expression for the JSON texts of the `strings` that `within` matches, each followed by a match of the regex `behind`."""
+def write_string(strings: Strings, suffix: str = "", within: Pattern | None = None) -> Expr:
+    """An expression for the JSON texts of the `strings` that `within` matches, each followed by a match of the regex `suffix`."""
     written = strings.written
     if written is not None and within is not None:
         if written.values is not None:
@@ -197,13 +197,13 @@ def write_string(strings: Strings, behind: str = "", within: Pattern | None = No
     lark = _lark(written) if simple is None else slashed(simple)
     if lark is None:
         return NO_TEXT
-    tail = f" /{behind}/" if behind else ""
-    return Word(Terminal(f"({lark}){tail}" if tail else lark, partial(_with_behind, written, simple, behind)))
+    tail = f" /{suffix}/" if suffix else ""
+    return Word(Terminal(f"({lark}){tail}" if tail else lark, partial(_with_suffix, written, simple, suffix)))
 
 
-def _with_behind(strings: Strings, simple: str | None, behind: str) -> str | None:
+def _with_suffix(strings: Strings, simple: str | None, suffix: str) -> str | None:
     text = _regex(strings) if simple is None else simple
-    return None if text is None else _as_part(text) + behind
+    return None if text is None else _as_part(text) + suffix
 
 
 def _simple(strings: Strings) -> str | None:

@@ -52,7 +52,7 @@ class Strings:
 
     @property
     def written(self) -> Strings | None:
-        """The strings of the set that also meet the formats: a grammar allows only these. None if there are none.
+        """The strings of the set that also meet the formats; a grammar allows no other strings. None if there are none.
 
         Raises:
             GrammarError: the automaton of the conditions and formats would be too large.
@@ -106,7 +106,7 @@ def intersection(a: Strings, b: Strings) -> Strings | None:
 
 
 def complement(a: Strings) -> list[Strings]:
-    """The strings that are not in `a`, as alternatives."""
+    """The strings that are not in `a`, as a list of sets."""
     if a.values is not None:
         return [Strings(excluded=a.values)]
     left = [Strings(high=a.low - 1).simplified()] if a.low else []
@@ -122,7 +122,7 @@ def complement(a: Strings) -> list[Strings]:
 
 
 def _nothing(strings: Strings) -> bool:
-    """Whether `strings` is empty. If its automaton is too large, the automaton without lengths tells which lengths are possible.
+    """Whether `strings` is empty. If the automaton is too large, the automaton without lengths is searched for strings of each length.
 
     Raises:
         GrammarError: the automaton of the patterns alone is too large, or the lengths are too great.

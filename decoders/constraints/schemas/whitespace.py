@@ -1,4 +1,4 @@
-"""White space in JSON texts, and the rules of a grammar while it is written, with the places of the text that still need a rule."""
+"""White space in JSON texts; and the rules of a grammar under construction, with the places of the text that still lack a rule."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ WHITESPACE = {
 
 
 class Rules:
-    """The rules of a grammar that have been written so far.
+    """The rules of a grammar that a writer has added so far.
 
     Args:
         whitespace: the white space of the texts; or the number of blanks per level, for texts with a line per member.
-        closed: whether an object schema that declares properties, and does not mention others, forbids others.
+        closed: whether undeclared properties are forbidden in objects whose schema declares properties and says nothing about others.
 
     Attributes:
         rules: the rules, by their names.
-        todo: places that a rule refers to and that have no rule yet, each with its depth.
+        todo: nodes that a rule refers to and that have no rule yet, each with its depth of brackets.
         depth: number of brackets around the current place, if white space depends on it, else 0.
         warnings: how the texts differ from the schema, one sentence each.
     """
@@ -83,8 +83,8 @@ class Rules:
         depth = self.depth + 1 if isinstance(self._whitespace, int) else 0
         if depth > limits.INDENTED:
             raise GrammarError(
-                f"indent: values may nest more than {limits.INDENTED} deep here, and every depth needs its own rules: bound what "
-                'nests (a closed schema without references to itself), or leave indent out and take whitespace="flexible"'
+                f"indent: values may nest more than {limits.INDENTED} deep here, and every depth needs its own rules: bound the "
+                'depth (a closed schema without references to itself), or leave indent out and take whitespace="flexible"'
             )
         if (node, depth) not in self.places:
             self.places.add((node, depth))
@@ -95,7 +95,7 @@ class Rules:
 
     @staticmethod
     def name_of(node: Node, depth: int) -> str:
-        """The name of the rule for `node` at `depth`. Names of rules for parts of its texts begin with this name."""
+        """The name of the rule for `node` at `depth`. The names of rules for parts of this rule begin with the same name."""
         return f"n{node}" + (f"d{depth}" if depth else "")
 
     def rule(self, name: str, expr: Expr) -> Expr:
@@ -110,9 +110,9 @@ class Rules:
         """A regular expression for a member's quoted name."""
         return string_text.literal(string_text.quoted(name))
 
-    def string(self, strings: Strings, behind: str = "") -> Expr:
-        """An expression for the texts of `strings`, each followed by a match of the regular expression `behind`."""
-        return string_text.write_string(strings, behind)
+    def string(self, strings: Strings, suffix: str = "") -> Expr:
+        """An expression for the texts of `strings`, each followed by a match of the regular expression `suffix`."""
+        return string_text.write_string(strings, suffix)
 
     def warning(self, text: str) -> None:
         """Adds `text` to :attr:`warnings`, if it is new."""

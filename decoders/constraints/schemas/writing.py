@@ -17,7 +17,7 @@ _ALL_PLACES = "Multiples of a decimal that llguidance counts have all of its dec
 
 
 class Writer(Rules):
-    """Writes a rule for every node to which a root node leads, directly or through rules."""
+    """Writes a rule for a root node, and for each node that a written rule refers to."""
 
     def write(self, root: Node) -> dict[str, Expr]:
         """The rules by name, ``start`` first; empty if `root` allows no value."""
@@ -39,23 +39,23 @@ class Writer(Rules):
         return self.place(root)
 
     def alternatives_of(self, name: str, shapes: Shapes) -> Expr:
-        """An expression for the texts of `shapes`. Names of rules for arrays and objects begin with `name`."""
+        """An expression for the JSON texts of the values in `shapes`. Names of rules for arrays and objects begin with `name`."""
         alternatives = [*self.scalars(shapes), *(self.string(one) for one in shapes.strings)]
         alternatives += [write_array(self, f"{name}a{i}", one) for i, one in enumerate(shapes.arrays)]
         alternatives += [write_object(self, f"{name}o{i}", one) for i, one in enumerate(shapes.objects)]
         return alt(*alternatives)
 
-    def scalars(self, shapes: Shapes, behind: str = "") -> list[Expr]:
-        """Expressions for null, true, false and the numbers of `shapes`, each followed by a match of the expression `behind`."""
-        alternatives: list[Expr] = [text(unit + behind) for unit in ("null", "true", "false") if unit in shapes.units]
+    def scalars(self, shapes: Shapes, suffix: str = "") -> list[Expr]:
+        """Expressions for null, true, false and the numbers of `shapes`, each followed by a match of the regex `suffix`."""
+        alternatives: list[Expr] = [text(unit + suffix) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)
-        alternatives += [text(f"(?:{plain}){behind}" if behind else plain)] if plain else []
+        alternatives += [text(f"(?:{plain}){suffix}" if suffix else plain)] if plain else []
         inlined = [one for one, expression in written if expression is None]
         for one, expression in written:
             if one.step is not None and one.step.denominator > 1:
                 self.warning(_DECIMALS)
                 if expression is None:
                     self.warning(_ALL_PLACES)
-        more = [text(behind)] if behind else []
+        more = [text(suffix)] if suffix else []
         return alternatives + [seq(notation.inline(number_text.schema(one)), *more) for one in inlined]

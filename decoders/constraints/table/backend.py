@@ -115,7 +115,7 @@ STATES = 4096
 
 
 class Table(Backend):
-    """Compiles regular languages of up to :data:`STATES` states. A mask is a row of a table, which may be on the device."""
+    """Compiles regular languages of up to :data:`STATES` states. A state's mask is a row of a tensor, which may be on the device."""
 
     name = "table"
     summary = "regular grammars as static tables: a mask costs one table look-up, on the device too"

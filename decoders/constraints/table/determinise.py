@@ -35,9 +35,9 @@ SECONDS, MEGABYTES = 5, 1024
 #: The automaton of outlines_core stops at the first alternative that matches (``1|12`` never matches ``12``). So END is appended to
 #: every text inside the automaton: then only whole texts match. END is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
-#: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. An empty alternative of
-#: lower priority ends all matches that do not begin at once. It also makes the first state final, so that this state has no
-#: transitions. So BEGIN stands in front of every text: no state within a text is the first state.
+#: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. So an empty alternative of
+#: lower priority is added: it matches at the start of the input, so no match begins later. This alternative makes the first state final
+#: and leaves it without transitions. So BEGIN stands in front of every text: no state within a text is the first state.
 BEGIN = "\0\0"
 
 # A program for a bare interpreter. Writes the counts, states, transitions per state, targets, final states and bytes as raw arrays, and
@@ -226,9 +226,9 @@ def columns(transitions: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[
 
 
 def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each row of ``[n, m]`` the number of its value, ``[n]``, and for each value the index of its first row, ``[k]``.
+    """Numbers the distinct rows of ``[n, m]``. Returns each row's number, ``[n]``, and the index of each number's first row, ``[k]``.
 
-    The ``k`` distinct values are numbered in the order of their first rows.
+    The ``k`` distinct rows are numbered in the order of their first occurrence.
     """
     keys: list[bytes] = (
         np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))[:, 0].tolist()

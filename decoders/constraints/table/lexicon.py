@@ -2,7 +2,7 @@
 
 A *plain* character needs no escape in a JSON string. The rest of a token is what follows the plain characters at its beginning.
 Inside a string nearly the whole vocabulary is legal, and the automaton need not read every token: where any n plain characters are
-legal, all tokens of up to n plain characters are legal. Of other tokens it reads only the rest, and many tokens have the same rest.
+legal, all tokens of up to n plain characters are legal. The automaton reads only the rest of other tokens, and many have the same rest.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Trie:
             transitions: ``[S, C]``, 0 is dead.
             byte_class: ``[256]``, the column of each byte.
             starts: the start states.
-            strings: ``[S]`` bool, which states are inside strings. At such a state, a path of only plain characters is cut off.
+            strings: ``[S]`` bool, which states are inside strings. Inside strings a path of only plain characters is cut off.
         """
         columns = transitions.shape[1]
         table = transitions.ravel()
@@ -150,7 +150,7 @@ class Trie:
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The ``T`` distinct spellings of tokens.
+    """The ``T`` distinct spellings of tokens: each consists of plain characters, which need no escape in JSON, and a rest.
 
     Attributes:
         size: ``V``, the size of the vocabulary.
@@ -158,8 +158,8 @@ class Lexicon:
         texts: the spellings in ascending order.
         tokens: ``[T]`` int64, the first token of each spelling.
         length: ``[T]`` int64, how many plain characters each spelling begins with.
-        longest: greatest number of consecutive plain characters in a token, at its beginning or after another character (where a
-            string may begin). How many plain characters may follow a state is counted up to this number.
+        longest: greatest number of plain characters with which a spelling, or a suffix of a spelling's rest, begins (a string may begin
+            within a token). The number of plain characters that may follow a state is counted up to this bound.
         rests: the rests of all spellings, and the rests of all suffixes of these rests; in ascending order, the empty rest first.
         rest: ``[T]`` int64, index of each spelling's rest.
         twins: ``[2, K]`` int64, the first token of a spelling, and a later token of the same spelling.
@@ -283,7 +283,7 @@ def split(text: bytes) -> tuple[int, bytes]:
 
 @dataclass(frozen=True)
 class Room:
-    """How many plain characters may follow each state.
+    """How many plain characters (without an escape in JSON) may follow each state.
 
     Attributes:
         least: ``[S]`` int64: any sequence of up to this number of plain characters may come next.

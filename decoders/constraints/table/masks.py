@@ -19,10 +19,10 @@ from .strings import StringStates
 
 @dataclass(frozen=True)
 class Row:
-    """A packed mask. If few of its words are not zero, only these are stored.
+    """A packed mask. If few of its words are nonzero, only the nonzero words are stored.
 
     Attributes:
-        places: ``[k]``, ascending indices of the words that are not zero; None: `words` are all words of the mask.
+        places: ``[k]``, ascending indices of the nonzero words; None: `words` are all words of the mask.
         words: ``[k]`` int32, the words at `places`.
     """
 
@@ -99,8 +99,8 @@ FIRST = 4
 
 @dataclass(frozen=True)
 class EquivalentStates:
-    """A partition of the states of an automaton ``[S, C]``: the states of a part agree on where sequences of up to `depth` bytes lead.
-    They lead to the dead state, into strings (to a class of :class:`.strings.StringStates`), or to other states.
+    """A partition of the states of an automaton ``[S, C]``: each sequence of up to `depth` bytes leads from all states of a part
+    to the same kind of state: the dead state, a state inside strings of one class (:class:`.strings.StringStates`), or another state.
 
     Inside a string the legal texts depend only on the state's class. So in all states of a part the same tokens are legal, apart from
     tokens with more than `depth` bytes outside of strings.
@@ -125,7 +125,7 @@ class EquivalentStates:
         return EquivalentStates(transitions, strings, part)
 
     def finer(self) -> EquivalentStates:
-        """The partition at twice the depth (after 0, at :data:`FIRST`), or the final partition if a smaller depth reaches it."""
+        """The partition at twice the depth (:data:`FIRST` after depth 0), or the final partition if it is reached earlier."""
         others = np.flatnonzero(self.strings < 0)[1:]
         transitions, part, known = self.transitions[others], self.part, self.strings.max() + 2
         depth = 2 * self.depth or FIRST
@@ -206,7 +206,7 @@ class _Automaton:
         that does not lead to the dead state is legal.
 
         The states inside strings fall into few classes of equal masks (:class:`.strings.StringStates`), and each mask is composed once.
-        In other states few tokens are legal; they are read once per group of states with the same legal tokens.
+        In other states few tokens are legal; the automaton reads these tokens once per group of states that allow the same tokens.
         """
         states = len(self.transitions)
         strings = StringStates.of(self.transitions, self.byte_class, self.lexicon)
@@ -241,7 +241,7 @@ class _Automaton:
     def _walk_states(
         self, states: NDArray[np.int64], strings: StringStates
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]]:
-        """Yields batches: ``n`` states, the most bytes that a token of each reads outside of strings, and masks ``[n, W]``."""
+        """Yields batches: ``n`` states; for each, the most bytes that a token reads outside of strings; and their masks ``[n, W]``."""
         # Upper bounds: tokens are counted if their first byte is legal.
         most = np.cumsum((self.transitions[states][:, self.byte_class] > 0) @ self.lexicon.beginning)
         for part in np.split(states, np.flatnonzero(np.diff(most // TOKENS)) + 1):

@@ -1,4 +1,4 @@
-"""Legal tokens of states inside JSON strings, by the number of plain characters (which need no escape) that may follow.
+"""The legal tokens of automaton states inside JSON strings, from the number of plain characters (which need no escape) that may follow.
 
 Inside a string, all plain characters lead to the same state. So only the number of plain characters at a token's beginning and the
 rest of the token after them matter. The automaton reads only the rest, which many tokens share.
@@ -21,7 +21,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class StringStates:
-    """The states inside strings, in ``K`` classes. In all states of a class the same tokens, and the same rests of tokens, are legal.
+    """The states inside strings, in ``K`` classes. In all states of a class the same tokens are legal, and the same rests of tokens.
 
     Attributes:
         class_of: ``[S]`` int64, class of each state, -1 outside of strings.

@@ -21,7 +21,7 @@ class Calls(Structure):
 
     Attributes:
         functions: the functions that may be called.
-        format: how calls are written. Unless calls are `required`, its `trigger` tells them from free text and must not be empty.
+        format: how calls are written. Needs a `trigger`, by which calls are recognized in free text, unless calls are `required`.
         required: whether there must be a call, with at most a thought in front.
         several: whether there may be more than one call, if the format allows several.
         budget: number of tokens after which the call or the answer must begin, in formats with separate messages; None: unlimited.
@@ -42,11 +42,11 @@ class Calls(Structure):
         return self._keyed(repr((self.functions, self.format, self.required, self.several, self.budget)))
 
     def add_to(self, phases: Phases) -> int:
-        format, behind = self.format, self._behind(phases)
+        format, then = self.format, self._after_call(phases)
         if not format.trigger:
-            return self._call(format.opening, phases, behind)
+            return self._call(format.opening, phases, then)
         openings = [format.opening, *dict.fromkeys(opening for opening, _ in format.also if opening != format.opening)]
-        calls = [(format.begin or self._mark(opening), self._begun(opening, phases, behind)) for opening in openings]
+        calls = [(format.begin or self._mark(opening), self._begun(opening, phases, then)) for opening in openings]
         if not format.message:
             triggers = tuple((phases.symbols(marker), phase) for marker, phase in calls)
             return phases.add(Free(triggers, ends=not self.required, exact=self.required))
@@ -64,14 +64,14 @@ class Calls(Structure):
     def _mark(self, opening: str) -> str:
         return self.format.mark if opening == self.format.opening else opening
 
-    def _begun(self, opening: str, phases: Phases, behind: int) -> int:
+    def _begun(self, opening: str, phases: Phases, then: int) -> int:
         """The number of the phase after ``format.begin`` or, in formats without this text, after the mark of the first call."""
-        call, mark = self._call(opening, phases, behind), self._mark(opening)
+        call, mark = self._call(opening, phases, then), self._mark(opening)
         if not self.format.begin or not mark:
             return call
         return phases.add(Free(((phases.symbols(mark), call),), ends=False, exact=True))
 
-    def _behind(self, phases: Phases) -> int:
+    def _after_call(self, phases: Phases) -> int:
         """The number of the phase after a call, in which further calls may follow."""
         format, over = self.format, phases.add(Free(over=True))
         end = [(format.end, over)] if format.end else []
@@ -81,22 +81,22 @@ class Calls(Structure):
                 if end
                 else over
             )
-        behind = phases.add(Free(over=True))  # a placeholder, replaced when its markers are known
-        again = [(f"{format.between}{format.mark}", self._call(format.opening, phases, behind)), *end]
+        then = phases.add(Free(over=True))  # a placeholder, replaced when its markers are known
+        again = [(f"{format.between}{format.mark}", self._call(format.opening, phases, then)), *end]
         markers = tuple((phases.symbols(text), phase) for text, phase in again)
-        phases.phases[behind] = Free(markers, ends=not end, exact=True)
-        return behind
+        phases.phases[then] = Free(markers, ends=not end, exact=True)
+        return then
 
-    def _call(self, opening: str, phases: Phases, behind: int) -> int:
+    def _call(self, opening: str, phases: Phases, then: int) -> int:
         """The number of the phase that begins after the mark of a call."""
         format = self.format
         if format.notation is not None:
-            return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, behind)
+            return self._closed(self._in_notation(format.notation, phases.vocabulary), phases, then)
         middles = [middle for first, middle in ((format.opening, format.middle), *format.also) if first == opening]
         if not any(symbol >= TOKEN for text in (*middles, format.before) for symbol in phases.symbols(text)):
-            return self._closed(CallSpec(self.functions, format), phases, behind)
+            return self._closed(CallSpec(self.functions, format), phases, then)
         rest = opening[len(self._mark(opening)) :]
-        arguments = [(each.name, self._closed(Arguments(each), phases, behind)) for each in self.functions]
+        arguments = [(each.name, self._closed(Arguments(each), phases, then)) for each in self.functions]
         if format.ids is not None:
             ids = Regex(format.ids.pattern)
             heads = [
@@ -114,10 +114,10 @@ class Calls(Structure):
         format = replace(self.format, notation=type(notation)(**own))
         return CallSpec(self.functions, format, special=names)
 
-    def _closed(self, spec: Spec, phases: Phases, behind: int) -> int:
+    def _closed(self, spec: Spec, phases: Phases, then: int) -> int:
         if self.format.closing:
-            return phases.tag(spec, self.format.closing, behind)
-        return phases.add(Inside(phases.compiled(spec), behind))
+            return phases.tag(spec, self.format.closing, then)
+        return phases.add(Inside(phases.compiled(spec), then))
 
 
 def _with_stand_ins(text: str, names: Sequence[str]) -> str:

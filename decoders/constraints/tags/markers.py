@@ -23,7 +23,7 @@ REMEMBERED = 1 << 14
 
 
 def symbols_of(marker: str | int, vocabulary: Vocabulary) -> Symbols:
-    """`marker`, a text or a token's id, in symbols. Names of special tokens in a text stand for these tokens.
+    """The symbols (bytes, special tokens) of `marker`, a text or a token's id. Names of special tokens in a text stand for the tokens.
 
     Raises:
         GrammarError: `marker` is an id that no token has.
@@ -58,7 +58,7 @@ class Found:
     """The effect of a token on free text.
 
     Attributes:
-        node: the node of the longest beginning of a marker at the end of the text; 0 if a marker is complete.
+        node: the node of the longest prefix of a marker with which the text ends; 0 if a marker is complete.
         marker: index of the marker that the token completes; None if it completes no marker.
         rest: bytes of the token after the complete marker.
     """
@@ -69,7 +69,7 @@ class Found:
 
 
 class Markers:
-    """The automaton of a few markers. A node stands for the longest beginning of a marker at the end of the text so far; node 0: none.
+    """The automaton of a few markers. A node stands for the longest prefix of a marker with which the text ends; node 0: no prefix.
 
     Args:
         markers: the symbols of each marker.
@@ -85,7 +85,7 @@ class Markers:
         self.found = lru_cache(REMEMBERED)(self._effect)
         self._next: list[dict[int, int]] = [{}]
         self.paths: list[Symbols] = [()]
-        #: For each node, the index of the first marker that continues it.
+        #: For each node, the index of the first marker that begins with the node's symbols.
         self.toward: list[int] = [0]
         for number, marker in enumerate(markers):
             if not marker:
@@ -134,16 +134,16 @@ class Markers:
         return after
 
     def symbols(self, token: int) -> Symbols | bytes:
-        """`token` in symbols of this automaton."""
+        """The symbols of `token` in this automaton: its bytes, or one symbol for a special token or a token of a marker."""
         text = self.vocabulary.tokens[token]
         return (TOKEN + token,) if text is None or token in self._atomic else text
 
     def _effect(self, node: int, token: int) -> Found:
-        """The effect of `token` after a text at `node`."""
+        """The effect of `token` after a text that ended at `node`."""
         return self.read(node, self.symbols(token))
 
     def read(self, node: int, symbols: Symbols | bytes) -> Found:
-        """The effect of `symbols` after a text at `node`."""
+        """The effect of `symbols` after a text that ended at `node`."""
         for place, symbol in enumerate(symbols, start=1):
             node = self.step(node, symbol)
             if (complete := self._complete[node]) is not None:
@@ -151,7 +151,7 @@ class Markers:
         return Found(node)
 
     def completing(self, node: int) -> list[int]:
-        """Tokens that complete a marker after a text at `node`."""
+        """Tokens that complete a marker after a text that ended at `node`."""
         vocabulary, completing = self.vocabulary, set[int]()
         while True:
             path = self.paths[node]

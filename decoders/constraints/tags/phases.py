@@ -62,7 +62,7 @@ class Inside:
         return self.then is not None and self.end is None and inner.accepting
 
     def opened(self, place: Place, token: int) -> bool:
-        """Whether `token` at `place` leads to the phase of `opens`. It does so only at the beginning of the grammar's text."""
+        """Whether `token` leads to the phase of `opens`; possible only if `place` is at the beginning of the grammar's text."""
         return self.opens is not None and token == self.opens[0] and not place.count and not place.lead
 
     def judge(self, text: bytes) -> None:
@@ -138,14 +138,14 @@ class PhaseAutomaton:
                 if target is not None and (stop := self._stop_in(marker, target)) is not None:
                     raise GrammarError(
                         f"{self.name}: {shown(marker, self.vocabulary)!r} has to be written, and the text would end at the stop token "
-                        f"{shown([TOKEN + stop], self.vocabulary)!r} in it: leave that out of eos_token_id",
+                        f"{shown([TOKEN + stop], self.vocabulary)!r} in it: leave this token out of eos_token_id",
                         "marker",
                     )
 
     def _stop_in(self, marker: Symbols, target: int) -> int | None:
-        """The first stop token in `marker`, or None. If the text may end in the phase `target`, the marker's last symbol may be one."""
-        behind = self.phases[target]
-        whole = isinstance(behind, Free) and (behind.ends or behind.over)
+        """The first stop token in `marker`, or None; ignores the marker's last symbol if the text may end in the phase `target`."""
+        phase = self.phases[target]
+        whole = isinstance(phase, Free) and (phase.ends or phase.over)
         inner = marker[:-1] if whole else marker
         return next((symbol - TOKEN for symbol in inner if symbol - TOKEN in self.stops), None)
 

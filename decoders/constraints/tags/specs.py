@@ -55,8 +55,8 @@ class Phases:
     def compiled(self, grammar: Inner) -> CompiledGrammar:
         return self.compile(grammar) if isinstance(grammar, Spec) else grammar
 
-    def tag(self, grammar: Inner, end: Marker | None, behind: int) -> int:
-        """Adds a phase for `grammar`, which ends with the marker `end` and leads to the phase number `behind`; returns its number.
+    def tag(self, grammar: Inner, end: Marker | None, then: int) -> int:
+        """Adds a phase for `grammar` up to the marker `end`, followed by the phase number `then`; returns the new phase's number.
 
         Without an end marker, the text ends with the grammar.
 
@@ -69,7 +69,7 @@ class Phases:
         first = next((place for place, symbol in enumerate(symbols) if symbol >= TOKEN), None)
         text, token = (symbols, None) if first is None else (symbols[:first], symbols[first] - TOKEN)
         if first is not None and symbols[first + 1 :]:
-            behind = self.add(Free(((symbols[first + 1 :], behind),), ends=False, exact=True))
+            then = self.add(Free(((symbols[first + 1 :], then),), ends=False, exact=True))
         if text:
             if isinstance(grammar, CompiledGrammar):
                 raise GrammarError(
@@ -78,7 +78,7 @@ class Phases:
                     "tagged",
                 )
             grammar = Ended(grammar, bytes(text).decode(), backend=grammar.backend, policy=grammar.policy)
-        return self.add(Inside(self.compiled(grammar), behind, token))
+        return self.add(Inside(self.compiled(grammar), then, token))
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class After(Structure):
         marker: the marker that ends the free text.
         grammar: grammar of the text after the marker; None for free text.
         budget: number of tokens of free text after which the marker is forced; None: it is never forced.
-        closing: the text that is forced, if it is more than the marker; it ends with the marker.
-        begin: the marker that begins the free text; None: the prompt contains it. A text without this marker follows the grammar.
+        closing: the text that is forced; its last part is the marker; None: only the marker.
+        begin: the marker that begins the free text; None: the prompt contains it. Without this marker the grammar begins at once.
     """
 
     marker: Marker
@@ -147,18 +147,18 @@ class After(Structure):
         thought = phases.add(
             Free(((marker, following), *closing), ends=self.grammar is None, budget=self.budget, closing=len(closing))
         )
-        behind = phases.phases[following]
+        answer = phases.phases[following]
         if begin is None:
             return thought
-        if isinstance(behind, Free):
-            opens = replace(behind, markers=(*behind.markers, (begin, thought)))
+        if isinstance(answer, Free):
+            opens = replace(answer, markers=(*answer.markers, (begin, thought)))
             if again is None:
                 return phases.add(opens)
             phases.phases[again] = opens
             return again
         if opening is None:  # the text begins with the thought
             return thought
-        return phases.add(replace(behind, opens=(opening, thought)))
+        return phases.add(replace(answer, opens=(opening, thought)))
 
     @staticmethod
     def _token(symbols: Symbols, vocabulary: Vocabulary) -> int | None:
@@ -209,13 +209,13 @@ class Tagged(Structure):
 
     def add_to(self, phases: Phases) -> int:
         first = phases.add(Free())
-        behind = first
+        then = first
         if self.required or not self.several or self.budget is not None:
-            behind = phases.add(Free(over=not self.several))
-        markers = tuple((phases.symbols(begin), phases.tag(grammar, end, behind)) for begin, grammar, end in self.tags)
+            then = phases.add(Free(over=not self.several))
+        markers = tuple((phases.symbols(begin), phases.tag(grammar, end, then)) for begin, grammar, end in self.tags)
         phases.phases[first] = Free(markers, ends=not self.required, budget=self.budget)
-        if behind != first and self.several:
-            phases.phases[behind] = Free(markers)
+        if then != first and self.several:
+            phases.phases[then] = Free(markers)
         return first
 
 

@@ -48,7 +48,7 @@ class TaggedGrammar(CompiledGrammar):
         return self.grammars
 
     def bounded(self, budget: int | None) -> TaggedGrammar | None:
-        """This grammar with `budget` tokens for thoughts; None unless it begins with free text for a thought."""
+        """This grammar with a budget of `budget` tokens for its thought; None if its first phase is no thought."""
         first = self.phases[self.first]
         if not isinstance(first, Free) or not first.thinks:
             return None
@@ -143,7 +143,7 @@ class TaggedMatcher(Matcher):
 
     def rollback(self, count: int) -> None:
         if not 0 <= count < len(self.places):
-            raise ValueError(f"cannot roll back {count} tokens: {len(self.places) - 1} have been taken")
+            raise ValueError(f"cannot roll back {count} tokens: only {len(self.places) - 1} were appended")
         for _ in range(count):
             place = self.places.pop()
             if place.taker is not None:

@@ -27,7 +27,7 @@ class ThinkingMarkers:
     Attributes:
         begin: the marker in front of a thought.
         end: the marker after the thought, before the answer.
-        closing: the text written to end a thought, if it is more than `end`; it ends with `end`.
+        closing: the text that is forced when the budget of a thought is used up; its last part is `end`; None: only `end`.
     """
 
     begin: Marker
@@ -36,7 +36,7 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers that are tokens of `tokenizer`, else the known markers with an end in the chat template, else None."""
+        """The known markers that are tokens of `tokenizer`, else those whose end marker is in the chat template, else None."""
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
@@ -47,9 +47,9 @@ class ThinkingMarkers:
         return next((each for each in KNOWN if str(each.end) in text), None)
 
     def begun(self, prompt: Sequence[int], vocabulary: Vocabulary) -> bool | None:
-        """Whether `prompt` (token ids) ends within a thought; False if it ends after one, None if its last turn has no thought.
+        """Whether `prompt` (token ids) ends within a thought; False if it ends after a thought, None if its last turn has no thought.
 
-        Text in front of the last special token, which begins the turn, is ignored.
+        The last turn begins at the last special token that is not in a marker.
         """
         begin, end = symbols_of(self.begin, vocabulary), symbols_of(self.end, vocabulary)
         own = {symbol for symbol in (*begin, *end) if symbol >= TOKEN}
@@ -156,7 +156,7 @@ class Thinking:
         prompt ends after a thought.
 
         Args:
-            grammar: grammar of the answer. If it is an :class:`After`, its own marker ends the thought, unless :attr:`end` is given.
+            grammar: grammar of the answer. The marker of an :class:`After` ends the thought, unless :attr:`end` is given.
         """
         if isinstance(grammar, After) and self.end is None:
             return replace(grammar, budget=self.tokens)
