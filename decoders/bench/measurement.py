@@ -1,7 +1,6 @@
-"""Interleaved measurement: the compared methods take turns, in an order that rotates.
+"""Interleaved measurement: the compared methods take turns, because a machine's speed changes by the minute.
 
-They take turns because a machine's speed changes by the minute. The order rotates, so that no method
-always runs after the same other method, on the caches that it left.
+The order of the methods rotates. Otherwise a method would always find the processor's caches as the same other method left them.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ class WarmupCost:
         compile_seconds: seconds spent on compiling in the first call.
         compilations: number of graphs compiled in the first call.
         second_compilations: number of graphs compiled in the second call.
-        peak_memory: peak of the device's allocator, on CPUs of the process, in the second call, in bytes; None if the system does not
-            report it.
-        cache_bytes: size of the loop's KV cache, on CPUs; None for transformers.
+        peak_memory: peak memory in the second call, in bytes: of the device's allocator or, on CPUs, of the whole process; None if the
+            system does not report it.
+        cache_bytes: bytes of the loop's KV cache; None for transformers, and on devices whose allocator reports its peak.
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
     """
@@ -107,8 +106,8 @@ class Check:
         tokens: new tokens of each row.
         steps: number of forward passes of the target that commit tokens.
         accepted_length: mean number of tokens per row and step.
-        draft_passes: number of forward passes of the draft models that the strategy itself calls, or of transformers' assistant;
-            None without draft models.
+        draft_passes: number of forward passes of the strategy's draft models, or of transformers' assistant; passes of models that
+            draft for a draft model are not counted. None without draft models.
     """
 
     tokens: list[list[int]]
@@ -238,7 +237,7 @@ def warm_up(
     """
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
-        raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
+        raise ValueError(f"all workloads must have the same number of rows, not {sorted(rows)}")
     entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
     for number, entry in enumerate(entries):
         needed = not number or (entry.method.ours and not any(e.method.ours and e.warmup for e in entries[:number]))
@@ -264,14 +263,14 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload. It fills caches for the shape, and its text is compared with the baseline's.
-    Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
+    """First makes one untimed call of each method per workload: this call prepares the method for the prompt's length, and its text is
+    compared with the baseline's. Then runs `repeats` timed rounds over all workloads, and changes the methods' order at every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.
         checks: whether to make the untimed calls; otherwise the texts of the first round are compared.
         deadline: by ``time.monotonic``; after the first round, no round begins that would end later.
-        by_prompt: whether the deadline can also end the untimed calls or a round early, though not before the first prompt is done.
+        by_prompt: whether the deadline can also end the untimed calls or a round early, once every method has decoded one prompt.
         measured: called when all methods have decoded a prompt in a round.
 
     Returns:
@@ -313,8 +312,8 @@ def take_turns(
 
 
 def _left(entries: Sequence[Competitor], number: int, texts: int) -> float:
-    """Expected seconds from the warm-up of ``entries[number]`` on, compiling included: the next methods are assumed to take as long as
-    those of their kind (ours, or transformers') before them. Infinite if there are none. texts: as in :func:`warm_up`.
+    """Expected remaining seconds before the warm-up of ``entries[number]``, compiling included. A method is assumed to take as long as
+    earlier methods of its kind (ours, or transformers'); infinite if a kind has no earlier method. texts: as in :func:`warm_up`.
     """
     done = [(entry.method.ours, entry.warmup) for entry in entries[:number] if entry.warmup is not None]
     alike = [[warmup for ours, warmup in done if ours == entry.method.ours] for entry in entries[number:]]

@@ -62,7 +62,7 @@ def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", detai
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """Maps the heading of each group to its records. A single group has the heading "", unless its model was padded."""
+    """Maps the heading of each group to its records. A single group has the heading "", unless its model is cost-scaled."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}
@@ -145,7 +145,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def subject(record: Record) -> str:
-    """The model's name and, if the model was padded, :attr:`Record.scaled`."""
+    """The model's name and, if a small model is padded to the costs of a larger model, :attr:`Record.scaled`."""
     if not record.scaled:
         return record.model
     return f"{record.model or 'demo target'}, {record.scaled}"
@@ -158,7 +158,7 @@ def loops(records: Sequence[Record]) -> str:
 
 
 def step_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of a step's milliseconds by part, and how close the core is to reading the weights at copy speed."""
+    """A table of a step's milliseconds by part, and of the speed of reading the weights, as a share of the copy bandwidth."""
     parts = ("total", *PARTS)
     table = plain_table(title, *parts, "overhead", "bandwidth")
     for r in records:
