@@ -1,4 +1,4 @@
-"""``decoders.advise``: measures which strategy is fastest for a model on this machine, and what compiling and number formats gain."""
+"""``decoders.advise``: measures which strategy is fastest for a model on this machine, and with which number format of the weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ABOUT = 0.9
 #: Deadlines, as shares of the given seconds, of the four parts: comparing strategies, their settings, number formats, compiled steps.
 #: If steps are compiled, :data:`COMPILING` is subtracted from the given seconds for the first three deadlines.
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
-#: Seconds reserved for compiling (one to three minutes on two cores). If `seconds` is less than twice as much, nothing is compiled.
+#: Seconds reserved for compiling (one to three minutes on two cores). If `seconds` is below twice this value, nothing is compiled.
 COMPILING = 60.0
 #: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
@@ -57,7 +57,7 @@ HEADS_NODES, HEADS_TOKENS, HEADS_TIME = 24, 2.5, 0.1
 
 @dataclass(frozen=True)
 class Outlook:
-    """An estimate of the speed with a draft model or with heads.
+    """An estimate of the speed with a draft model or with draft heads.
 
     Attributes:
         what: the drafter: "A draft model" or "Heads (medusa, eagle3)".
@@ -179,8 +179,8 @@ def advise(
         seconds: wall time for the measurement. On a slow machine, first the generated texts get shorter, then prompts are left out. A
             part that would probably exceed this time is skipped. The time is exceeded only if it is too short for a single text per
             strategy, or if compiling or converting weights takes longer than expected.
-        compile: whether to measure compiled steps, too, if `seconds` is at least 120. With the default settings, a model that is
-            used for some time is compiled in the background.
+        compile: whether to measure compiled steps, too, if `seconds` is at least 120. Compiled steps tell the speed in long use,
+            because the default settings compile the model in the background.
         progress: called at the start of each part, with its description and the remaining seconds.
 
     Raises:
@@ -249,7 +249,7 @@ def advise(
         told(f"weights in {name}: packing them")
         unpacked = [method for method in methods if method.name == winner]
         began = time.monotonic()
-        with suppress(Exception):  # the comparison reports the error
+        with suppress(Exception):  # the comparison below reports the error
             decode(packed[0], chosen[0], FEW)
         packing = time.monotonic() - began
         if not fits(3, begin + PACKED * first_parts):
@@ -279,7 +279,7 @@ def advise(
         if plain := _speed(compiled if compiling else uncompiled, PLAIN):
             outlooks += _outlooks(curve, context, compiling, plain)
     records, busy = comparable(records)
-    if busy and all(r.ratio is None for r in records):  # the order of methods may be right, but ratios are not
+    if busy and all(r.ratio is None for r in records):  # too busy: the order of methods may be right, ratios are not
         name = verdict.method or "transformers' own generate"
         text = f"{name} was the fastest, but no speed is compared here. {busy}"
         verdict, gain, outlooks, busy = replace(verdict, text=text, ratio=None, by_kind={}), None, [], ""

@@ -85,7 +85,7 @@ def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
 
 
 def ratio(samples: Sequence[Measurement], baseline: Sequence[Measurement]) -> Spread | None:
-    """Tokens per second divided by the baseline's in the same repeat: the spread over the repeats; None if they share no repeat."""
+    """Tokens per second divided by the baseline's in the same repeat: the spread over the repeats; None if the two share no repeat."""
     speeds, others = per_repeat(samples), per_repeat(baseline)
     return Spread.of([speeds[repeat] / others[repeat] for repeat in speeds if repeat in others])
 

@@ -178,7 +178,7 @@ def measure(
     A method that raises is not called again, and its entry's `reason` says why. `progress` is called before every call.
 
     Args:
-        seconds: duration of the run, compiling included. Methods that would begin their warm-up in the second half of this time
+        seconds: time limit of the run, compiling included. Methods that would begin their warm-up in the second half of this time
             are skipped, and no call begins after this time. The baseline, one strategy and one prompt are always measured.
         measured: called whenever every method has decoded a prompt, with the measurements so far.
 
@@ -294,7 +294,7 @@ def take_turns(
             _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
     turn, round_began = 0, 0.0
     for repeat in range(repeats):
-        if repeat and _late(deadline, time.monotonic() - round_began):  # a round takes as long as the one before
+        if repeat and _late(deadline, time.monotonic() - round_began):  # expected to take as long as the round before
             return repeat
         round_began = time.monotonic()
         forget(entries)
@@ -340,7 +340,7 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
         return
     try:
         action()
-    except DecodersError as error:  # the method does not support this, and says why
+    except DecodersError as error:  # not supported by the method, as the message explains
         entry.status, entry.reason = "skipped", _first_line(error)
     except Exception as error:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
@@ -365,7 +365,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
 def _call(
     method: Method, entry: Competitor, workload: Workload, new_tokens: int, decode: Decode
 ) -> tuple[TimedCall, list[list[int]]]:
-    """Makes a call; returns it with its new tokens per row. The output of a workload's first call is stored in ``entry.checks``."""
+    """Makes a call; returns it, and the new tokens of each row. Stores the output of a workload's first call in ``entry.checks``."""
     if workload.name in entry.checks:
         call = decode(method, workload, new_tokens)
         return call, written(method, workload, call.sequences)

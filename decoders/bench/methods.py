@@ -291,8 +291,8 @@ class Configured:
         settings: the given settings of each strategy, including settings in brackets.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
-        verifier: the verifier of its calls.
-        grammar: the grammar of its texts; None without one.
+        verifier: the verifier with which the strategy is measured.
+        grammar: the grammar that texts must follow; None without a grammar.
     """
 
     variant: Variant
@@ -368,7 +368,7 @@ def _method(
         arguments["grammar"] = configured.grammar
     elif resolved is not None and resolved.needs_grammar:
         impossible = impossible or f"needs a grammar, such as {name}[grammar=json]"
-    # The strategy object knows its settings: with the setting draft_model it needs no assistant. Its class does not know them.
+    # If there is a strategy object, it is asked rather than its class: with the setting draft_model, it needs no assistant.
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
     takes = resolved.takes_assistant if resolved else any(cls.takes_assistant for cls in classes)
     if needs or (takes and draft is not None):

@@ -66,7 +66,7 @@ class Synthetic(Strategy):
 
     Attributes:
         texts: the known continuations of prompts.
-        rehearsed: key of the last call whose text was learned.
+        rehearsed: prompts, seed and number of tokens of the last call whose text was learned.
     """
 
     name = "synthetic"

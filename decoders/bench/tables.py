@@ -31,8 +31,8 @@ def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", detai
     why figures are missing or where outputs differ.
 
     Args:
-        details: whether to add the range of tokens/s, first tokens, and the passes of draft models. Without them the table has 80
-            columns.
+        details: whether to add the range of tokens/s, times to the first token, and passes of draft models. Without them the table
+            has 80 columns.
     """
     every = [r for records in sections.values() for r in records]
     drafted = details and any(r.draft_passes is not None for r in every)
@@ -102,7 +102,7 @@ def fitting(table: Table, width: int) -> list[Table]:
 
 
 def suite_table(together: Sequence[Record], records: Sequence[Record]) -> Table:
-    """A suite's results, with a line for each method and a column for each category: medians of speed-up and tokens per step.
+    """Results of a published benchmark: a line for each method, a column for each category, medians of speed-up and tokens per step.
 
     Args:
         together: one group's records over all kinds of prompt.
@@ -169,7 +169,7 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of first tokens, first calls, compiling and memory. Memory that all methods share is counted for the first method."""
+    """A table of start-up times, compiling and memory. Memory that all methods share is counted for the first method."""
     columns = ("cold first token", "prefill", "first call", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)

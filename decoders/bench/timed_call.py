@@ -97,7 +97,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
 
 
 def rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Stores the text of plain decoding in `drafter`, unless the call before had the same prompts, seed and number of tokens."""
+    """Stores this call's text by plain decoding in `drafter`, unless the last call had the same prompts, seed and number of tokens."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
     if drafter.rehearsed == key:
@@ -202,8 +202,8 @@ class Stamps(BaseStreamer):
     """A streamer that notes the time of every call of `put`, except the first call, which brings the prompt.
 
     transformers calls `put` once for each forward pass of the target, however many tokens the pass commits. In assisted generation, the
-    first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token or the last requested token.
-    So tokens per `put` are comparable with our tokens per step.
+    first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token or the last requested token,
+    as our last step does. So tokens per `put` are comparable with our tokens per step.
 
     Args:
         first_only: whether to end the call at its first token, by raising an exception.

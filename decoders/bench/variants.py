@@ -37,7 +37,7 @@ class Variant:
         settings: settings by part, nested as in ``strategy_config``.
         verifier: the verifier named in the brackets; None if there is none.
         grammar: the grammar named in the brackets; None if there is none.
-        loop: settings of the loop in the brackets, by keys of :data:`LOOP`.
+        loop: settings of the decoding loop in the brackets, by name (the keys of :data:`LOOP`).
     """
 
     parts: tuple[str, ...]
@@ -122,7 +122,7 @@ def parse(text: str) -> Variant:
     for key, values in whole_tree.items():
         if len(values) > 1:
             raise SettingsError(
-                f"{text!r}: only one {key} is possible, since it holds for the whole tree; {len(values)} are given"
+                f"{text!r}: only one {key} is possible, since it holds for the whole draft tree; {len(values)} are given"
             )
     given = {key: values[0] for key, values in whole_tree.items() if values}
     loop = {key: given[key] for key in LOOP if key in given}
