@@ -322,7 +322,7 @@ def configured_variants(
     variants = [_configured(parse(text), settings_by_strategy) for text in names]
     unused = settings_by_strategy.keys() - {part for variant in variants for part in variant.parts}
     if unused:
-        raise SettingsError(f"settings of {', '.join(sorted(unused))}, which is not measured: measure it, or omit them")
+        raise SettingsError(f"settings given for {', '.join(sorted(unused))}, which is not measured: leave them out")
     return variants
 
 

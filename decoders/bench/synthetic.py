@@ -97,7 +97,7 @@ class Synthetic(Strategy):
             shares = [float(part) for part in text.split(",")]
         except ValueError:
             raise SettingsError(
-                f"an acceptance is a rate such as 0.8, or a share for each draft token such as 0.9,0.8,0.6; not {text!r}"
+                f"acceptance must be a rate such as 0.8, or a share for each draft token such as 0.9,0.8,0.6, not {text!r}"
             ) from None
         return cls(acceptance=_powers(shares[0]) if len(shares) == 1 else tuple(shares))
 

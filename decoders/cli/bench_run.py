@@ -39,7 +39,7 @@ class Plan:
     Attributes:
         subjects: names of models, or of shapes (architectures with random weights).
         of_shapes: whether the subjects are shapes.
-        draft, assistant_tokenizer, device: values of the options ``--draft`` and so on, for every subject.
+        draft, assistant_tokenizer, device: values of the options of the same names, for every subject.
         strategies, baselines: names of strategies and of transformers' methods; None: all.
         acceptances: acceptance rates of simulated drafters, the values of ``--acceptance``.
         strategy_settings: settings of strategies, by strategy.

@@ -261,7 +261,7 @@ def check_installed() -> None:
 
 
 def _corpus(path: Path) -> list[Content]:
-    """The texts in the file of ``--suffix-corpus``. Raises SettingsError for a file in another format, or without texts."""
+    """The texts in the file of ``--suffix-corpus``. Raises SettingsError if the file has no texts, or an unknown format."""
     from ..prompts.reading import read_file
 
     try:

@@ -103,7 +103,7 @@ def demo_texts() -> dict[str, list[str]]:
 
 
 def _edit_tasks(sources: list[Source], count: int) -> list[str]:
-    """The texts of `count` edit tasks about functions in `sources`, the same in every run. Empty without functions or new names."""
+    """The texts of `count` edit tasks about functions in `sources`, the same in every run; empty if there are no functions or names."""
     import random
 
     from ..demo import data

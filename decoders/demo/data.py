@@ -2,7 +2,7 @@
 them.
 
 An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy text from
-plain code alone, but does from edit tasks. Strategies that draft copied text, such as prompt lookup, then behave as on large models.
+plain code alone, so edit tasks teach it. Strategies that draft copied text, such as prompt lookup, then behave as on large models.
 
 Licence of the data: PSF-2.0 (a few files have compatible notices of their own).
 """

@@ -17,7 +17,7 @@ Origin = Literal["layers", "scratch"]
 
 
 def indices(layers: str) -> tuple[int, ...]:
-    """Parses ``"1,15,28"`` to numbers. Raises BadParameter for other texts."""
+    """Parses ``"1,15,28"`` to numbers. Raises BadParameter for a text of another form."""
     try:
         return tuple(int(layer) for layer in layers.split(","))
     except ValueError as error:
