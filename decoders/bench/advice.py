@@ -1,4 +1,4 @@
-"""``decoders.advise`` measures in two to three minutes which strategy suits a model, prompts and this machine, and what else helps."""
+"""``decoders.advise``: measures which strategy is fastest for a model on this machine, and with which number format of the weights."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ TUNED = {
     "speculative": ("length=3", "length=8"),
     "threshold": ("threshold=0.2", "threshold=0.6"),
 }
-#: Number formats of weights that are tried with the winning strategy. `NARROW` is tried only if 16 bits can hold all numbers of at
-#: least one float32 matrix. The formats in `WEIGHTS` change the text, so they are mentioned, but not recommended.
+#: Number formats of weights that are tried with the winning strategy. `NARROW` is tried only if a float32 matrix can be converted to
+#: 16 bits without loss. The formats in `WEIGHTS` change the text: the advice gives their speeds, but does not recommend them.
 WEIGHTS, NARROW = ("int8", "int4"), "16bit"
-#: Numbers of new tokens: the greatest per text; the least per text, for a slow machine or many prompts; the number in warm-up calls.
+#: New tokens of a text: at most MOST, at least FEWEST (on a slow machine or with many prompts), and FEW in warm-up calls.
 MOST, FEWEST, FEW = 96, 16, 2
 #: Methods above this share of the fastest method's speed count as equally fast, because only few texts are measured.
 ABOUT = 0.9
-#: Shares of the given seconds by which each part must have ended: comparing strategies, settings, weights, compiled steps.
-#: If steps are compiled, the first three are shares of the seconds without :data:`COMPILING`.
+#: Deadlines, as shares of the given seconds, of the four parts: comparing strategies, their settings, number formats, compiled steps.
+#: If steps are compiled, :data:`COMPILING` is subtracted from the given seconds for the first three deadlines.
 COMPARISON, SETTINGS, PACKED, COMPILED = 0.5, 0.6, 0.7, 0.95
-#: Seconds reserved for compiling, which takes one to three minutes on two cores. Calls given less than twice this compile nothing.
+#: Seconds reserved for compiling (one to three minutes on two cores). If `seconds` is below twice this value, nothing is compiled.
 COMPILING = 60.0
 #: A hypothetical draft model: its size and time relative to the target's, and its acceptance rate.
 DRAFT_SIZE, DRAFT_RIGHT = 0.1, 0.7
@@ -57,7 +57,7 @@ HEADS_NODES, HEADS_TOKENS, HEADS_TIME = 24, 2.5, 0.1
 
 @dataclass(frozen=True)
 class Outlook:
-    """An estimate of the speed with a draft model or with heads.
+    """An estimate of the speed with a draft model or with draft heads.
 
     Attributes:
         what: the drafter: "A draft model" or "Heads (medusa, eagle3)".
@@ -176,11 +176,11 @@ def advise(
             instructions if the tokenizer has a chat template.
         tokenizer: as in :func:`decoders.enable`.
         assistant_model: a draft model to try as well.
-        seconds: wall time for the measurement. On a slow machine, first the texts are shortened, then prompts are left out. A part that
-            is expected to end later is not begun. The measurement takes longer only if one text per strategy, compiling or quantizing
-            takes longer.
-        compile: whether to measure compiled steps, too, if `seconds` is at least 120. With the default settings, a model in long use is
-            compiled in the background.
+        seconds: wall time for the measurement. On a slow machine, first the generated texts get shorter, then prompts are left out. A
+            part that would probably exceed this time is skipped. The time is exceeded only if it is too short for a single text per
+            strategy, or if compiling or converting weights takes longer than expected.
+        compile: whether to measure compiled steps, too, if `seconds` is at least 120. Compiled steps tell the speed in long use,
+            because the default settings compile the model in the background.
         progress: called at the start of each part, with its description and the remaining seconds.
 
     Raises:
@@ -198,7 +198,7 @@ def advise(
     compile = compile and seconds >= 2 * COMPILING
     first_parts = seconds - COMPILING * compile
     new_tokens, chosen = _affordable(methods, every, COMPARISON * first_parts)
-    #: The latest measured seconds: of a method that writes all texts once, and of converting weights to a number format.
+    #: Estimates for the next parts: seconds in which a method writes all texts once, and seconds for converting the weights.
     each, packing = 0.0, time.monotonic() - begin
 
     def told(what: str, _: float = 0.0) -> None:
@@ -249,7 +249,7 @@ def advise(
         told(f"weights in {name}: packing them")
         unpacked = [method for method in methods if method.name == winner]
         began = time.monotonic()
-        with suppress(Exception):  # the comparison reports the error
+        with suppress(Exception):  # the comparison below reports the error
             decode(packed[0], chosen[0], FEW)
         packing = time.monotonic() - began
         if not fits(3, begin + PACKED * first_parts):
@@ -279,7 +279,7 @@ def advise(
         if plain := _speed(compiled if compiling else uncompiled, PLAIN):
             outlooks += _outlooks(curve, context, compiling, plain)
     records, busy = comparable(records)
-    if busy and all(r.ratio is None for r in records):  # the order of methods may be right, but ratios are not
+    if busy and all(r.ratio is None for r in records):  # too busy: the order of methods may be right, ratios are not
         name = verdict.method or "transformers' own generate"
         text = f"{name} was the fastest, but no speed is compared here. {busy}"
         verdict, gain, outlooks, busy = replace(verdict, text=text, ratio=None, by_kind={}), None, [], ""
@@ -304,7 +304,7 @@ def _workloads(
     if tokenizer is None and random and prompts is None:
         return random_workloads(vocabulary_size(model), [64], count=2)
     if tokenizer is None:
-        raise SettingsError("advise reads prompts with the model's tokenizer: tokenizer=")
+        raise SettingsError("advise needs the model's tokenizer to read prompts: pass tokenizer=")
     if isinstance(prompts, str):
         raise SettingsError("prompts is one text: put it into a list, [text]")
     if prompts is None:
@@ -333,7 +333,7 @@ def _affordable(methods: Sequence[Method], every: list[Workload], seconds: float
 
 
 def _has_narrow_weights(model: PreTrainedModel) -> bool:
-    """Whether 16 bits can hold all numbers of at least one float32 matrix of `model`."""
+    """Whether at least one float32 matrix of `model` can be converted to bfloat16 or float16 without loss."""
     wide = (own.detach() for own in model.parameters() if own.dim() == 2 and own.dtype == torch.float32)
     return any(torch.equal(own.to(dtype).float(), own) for own in wide for dtype in (torch.bfloat16, torch.float16))
 

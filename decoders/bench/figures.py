@@ -13,7 +13,7 @@ import torch
 from .measurement import Check, Competitor, Measurement
 from .repetition import in_loops
 
-#: The parts of a step of our loop, in order: attributes of :class:`~decoders.report.Timings`.
+#: The parts of a step, in order, as in :class:`~decoders.report.Timings`. `core` is the target's forward pass, verify and commit.
 PARTS = ("propose", "mask", "core", "observe", "host")
 
 
@@ -35,7 +35,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """The spread of `values`; None if there are none."""
+        """The spread of `values`; None if `values` is empty."""
         return cls(median(values), min(values), max(values), len(values)) if values else None
 
 
@@ -61,7 +61,7 @@ def accepted_length(samples: Sequence[Measurement], checks: Sequence[Check]) -> 
 
 
 def passes_per_step(checks: Sequence[Check]) -> float | None:
-    """Draft passes per step: the median over the untimed calls; None without draft models."""
+    """Forward passes of draft models per step of the target: the median over the untimed calls; None without draft models."""
     passes = [check.draft_passes / check.steps for check in checks if check.draft_passes is not None and check.steps]
     return median(passes) if passes else None
 
@@ -73,7 +73,7 @@ def looping(rows: Sequence[Sequence[int]]) -> float | None:
 
 
 def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
-    """Tokens per second over all prompts of a repeat, by the repeat's number."""
+    """Maps the number of each repeat to its tokens per second over all prompts."""
     ordered = sorted(samples, key=lambda s: s.repeat)
     speeds = {}
     for repeat, group in groupby(ordered, key=lambda s: s.repeat):
@@ -85,7 +85,7 @@ def per_repeat(samples: Sequence[Measurement]) -> dict[int, float]:
 
 
 def ratio(samples: Sequence[Measurement], baseline: Sequence[Measurement]) -> Spread | None:
-    """Tokens per second divided by the baseline's in the same repeat, as a spread over the repeats. None without a common repeat."""
+    """Tokens per second divided by the baseline's in the same repeat: the spread over the repeats; None if the two share no repeat."""
     speeds, others = per_repeat(samples), per_repeat(baseline)
     return Spread.of([speeds[repeat] / others[repeat] for repeat in speeds if repeat in others])
 
@@ -106,8 +106,8 @@ def parts_of_a_step(sample: Measurement) -> dict[str, float]:
 
 
 def step_times(samples: Sequence[Measurement], steps: dict[str, int]) -> StepTimes | None:
-    """Median times over the calls; None if no step was timed. For transformers, the time after the first token is divided by the number
-    of later steps. steps: the number of steps of each workload.
+    """Median step times over the calls; None if no step was timed. transformers does not time its steps: the time after the first token
+    is divided by the number of steps after the first. steps: the number of steps by workload.
     """
     parts_of_calls = [parts_of_a_step(s) for s in samples if s.steps and s.steps > s.prefill_steps]
     if parts_of_calls:

@@ -70,10 +70,10 @@ def arrivals(
     prompts: Sequence[list[int]], count: int, median: float, longest: int, rate: float | None = None, seed: int = 0,
     spread: float = SPREAD,
 ) -> list[Arrival]:  # fmt: skip
-    """`count` requests. Their numbers of new tokens follow a log-normal distribution.
+    """`count` requests whose numbers of new tokens follow a log-normal distribution, cut off at `longest`.
 
     Args:
-        prompts: token ids of the prompts, which the requests use in turns.
+        prompts: token ids of the prompts. Request ``i`` gets prompt ``i % len(prompts)``.
         median, longest: median and greatest number of new tokens.
         rate: arrivals per second, a Poisson process; None: all arrive at once.
         spread: standard deviation of the logarithm of the numbers of new tokens; 0: all requests have the median.

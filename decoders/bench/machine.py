@@ -54,7 +54,7 @@ def line(facts: Mapping[str, Any]) -> str:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether the allocator of `device` reports its peak, as the allocators of CUDA and XPU do."""
+    """Whether the allocator of `device` reports its peak memory, as the allocators of CUDA and XPU do."""
     return device.type in ("cuda", "xpu")
 
 
@@ -95,8 +95,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def with_peak_memory(device: torch.device, work: Callable[[], T]) -> tuple[T, int | None]:
-    """What `work` returns, and the peak memory during it in bytes: of the allocator of CUDA or XPU, otherwise the resident set of the
-    whole process, other models included. The peak is None if the system does not report it.
+    """What `work` returns, and the peak memory in bytes while it runs: on CUDA and XPU the allocator's, else the resident memory of
+    the whole process, other models included. The peak is None if the system does not report it.
     """
     if has_own_memory(device):
         torch.accelerator.reset_peak_memory_stats(device)

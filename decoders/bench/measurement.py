@@ -1,7 +1,6 @@
-"""Interleaved measurement: the compared methods take turns, in an order that rotates.
+"""Interleaved measurement: the compared methods take turns, because a machine's speed changes by the minute.
 
-They take turns because a machine's speed changes by the minute. The order rotates, so that no method
-always runs after the same other method, on the caches that it left.
+The order of the methods rotates. Otherwise a method would always find the processor's caches as the same other method left them.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ class WarmupCost:
         compile_seconds: seconds spent on compiling in the first call.
         compilations: number of graphs compiled in the first call.
         second_compilations: number of graphs compiled in the second call.
-        peak_memory: peak of the device's allocator, on CPUs of the process, in the second call, in bytes; None if the system does not
-            report it.
-        cache_bytes: size of the loop's KV cache, on CPUs; None for transformers.
+        peak_memory: peak memory in the second call, in bytes: of the device's allocator or, on CPUs, of the whole process; None if the
+            system does not report it.
+        cache_bytes: bytes of the loop's KV cache; None for transformers, and on devices whose allocator reports its peak.
         first_token: seconds from the start of the first call to its first token, compilation included.
         memory_added: growth of the process's resident memory in the two calls, in bytes; None if the system does not report it.
     """
@@ -107,8 +106,8 @@ class Check:
         tokens: new tokens of each row.
         steps: number of forward passes of the target that commit tokens.
         accepted_length: mean number of tokens per row and step.
-        draft_passes: number of forward passes of the draft models that the strategy itself calls, or of transformers' assistant;
-            None without draft models.
+        draft_passes: number of forward passes of the strategy's draft models, or of transformers' assistant; passes of models that
+            draft for a draft model are not counted. None without draft models.
     """
 
     tokens: list[list[int]]
@@ -179,7 +178,7 @@ def measure(
     A method that raises is not called again, and its entry's `reason` says why. `progress` is called before every call.
 
     Args:
-        seconds: duration of the run, compiling included. Methods that would begin their warm-up in the second half of this time
+        seconds: time limit of the run, compiling included. Methods that would begin their warm-up in the second half of this time
             are skipped, and no call begins after this time. The baseline, one strategy and one prompt are always measured.
         measured: called whenever every method has decoded a prompt, with the measurements so far.
 
@@ -238,7 +237,7 @@ def warm_up(
     """
     rows = {w.rows for w in workloads}
     if len(rows) != 1:
-        raise ValueError(f"workloads of one run have one number of rows, not {sorted(rows)}")
+        raise ValueError(f"all workloads must have the same number of rows, not {sorted(rows)}")
     entries = [Competitor(c, workloads[0].rows, kind_of={w.name: w.kind for w in workloads}) for c in methods]
     for number, entry in enumerate(entries):
         needed = not number or (entry.method.ours and not any(e.method.ours and e.warmup for e in entries[:number]))
@@ -264,14 +263,14 @@ def take_turns(
     by_prompt: bool = False,
     measured: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one untimed call of each method per workload. It fills caches for the shape, and its text is compared with the baseline's.
-    Then runs `repeats` timed rounds over all workloads, in which the order of the methods changes with every workload.
+    """First makes one untimed call of each method per workload: this call prepares the method for the prompt's length, and its text is
+    compared with the baseline's. Then runs `repeats` timed rounds over all workloads, and changes the methods' order at every workload.
 
     Args:
         first_tokens: whether to measure the time to the first token, in a separate call.
         checks: whether to make the untimed calls; otherwise the texts of the first round are compared.
         deadline: by ``time.monotonic``; after the first round, no round begins that would end later.
-        by_prompt: whether the deadline can also end the untimed calls or a round early, though not before the first prompt is done.
+        by_prompt: whether the deadline can also end the untimed calls or a round early, once every method has decoded one prompt.
         measured: called when all methods have decoded a prompt in a round.
 
     Returns:
@@ -295,7 +294,7 @@ def take_turns(
             _attempt(entry, partial(_call, entry.method, entry, workload, new_tokens, decode))
     turn, round_began = 0, 0.0
     for repeat in range(repeats):
-        if repeat and _late(deadline, time.monotonic() - round_began):  # a round takes as long as the one before
+        if repeat and _late(deadline, time.monotonic() - round_began):  # expected to take as long as the round before
             return repeat
         round_began = time.monotonic()
         forget(entries)
@@ -313,8 +312,8 @@ def take_turns(
 
 
 def _left(entries: Sequence[Competitor], number: int, texts: int) -> float:
-    """Expected seconds from the warm-up of ``entries[number]`` on, compiling included: the next methods are assumed to take as long as
-    those of their kind (ours, or transformers') before them. Infinite if there are none. texts: as in :func:`warm_up`.
+    """Expected remaining seconds before the warm-up of ``entries[number]``, compiling included. A method is assumed to take as long as
+    earlier methods of its kind (ours, or transformers'); infinite if a kind has no earlier method. texts: as in :func:`warm_up`.
     """
     done = [(entry.method.ours, entry.warmup) for entry in entries[:number] if entry.warmup is not None]
     alike = [[warmup for ours, warmup in done if ours == entry.method.ours] for entry in entries[number:]]
@@ -341,7 +340,7 @@ def _attempt(entry: Competitor, action: Callable[[], object]) -> None:
         return
     try:
         action()
-    except DecodersError as error:  # the method does not support this, and says why
+    except DecodersError as error:  # not supported by the method, as the message explains
         entry.status, entry.reason = "skipped", _first_line(error)
     except Exception as error:
         entry.status, entry.reason = "failed", f"{type(error).__name__}: {_first_line(error)}"
@@ -366,7 +365,7 @@ def _warm_up(entry: Competitor, workload: Workload, new_tokens: int, decode: Dec
 def _call(
     method: Method, entry: Competitor, workload: Workload, new_tokens: int, decode: Decode
 ) -> tuple[TimedCall, list[list[int]]]:
-    """Makes a call; returns it with its new tokens per row. The output of a workload's first call is stored in ``entry.checks``."""
+    """Makes a call; returns it, and the new tokens of each row. Stores the output of a workload's first call in ``entry.checks``."""
     if workload.name in entry.checks:
         call = decode(method, workload, new_tokens)
         return call, written(method, workload, call.sequences)

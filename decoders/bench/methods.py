@@ -22,11 +22,11 @@ from .variants import Variant, assistant_tokens, parse
 
 #: transformers' generate with its dynamic cache: the baseline of all ratios, and of "identical" in greedy runs.
 BASELINE = "transformers"
-#: The baseline of "identical" in sampled runs, because transformers samples with another random generator.
+#: Our plain decoding: the baseline of "identical" in sampled runs, because transformers samples with another random generator.
 PLAIN = "autoregressive"
 #: Settings of the loop that change the target's logits, and so its text.
 PRECISION = ("weights", "kv_cache")
-#: Settings that are fixed in an engine. A model has one engine (its decoding loop), so other values need a second model object.
+#: Settings that cannot change between calls of one model object. Other values need a second model object with the same parameters.
 OF_ENGINES = (*PRECISION, "draft_weights")
 #: A grammar that allows every text, to measure the cost of constrained decoding by itself.
 ANYTHING = "anything"
@@ -95,7 +95,7 @@ class Method:
         name: a strategy's registry name (``a+b`` if merged) with the settings as written, or ``transformers…``.
         dtype: dtype of the weights.
         arguments: arguments of ``generate``.
-        ours: whether it is a strategy of an enabled model.
+        ours: whether the method is a registered strategy; false for transformers' methods and other engines.
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave, for the record.
         impossible: why it cannot run at all; "" if it can.
@@ -106,7 +106,7 @@ class Method:
         grammar: the grammar that the text must follow, as the user wrote it; "" without one.
         assistant: transformers' assistant model.
         assistant_config: values set in the assistant's generation config during a call.
-        engine: another engine that decodes in place of `model`. Stop tokens and sizes still come from `model`.
+        engine: another engine that decodes in place of `model`; `model` still defines stop tokens, padding and number of weights.
         bits: bits per weight in the other engine.
     """
 
@@ -147,8 +147,8 @@ class Method:
 
 
 def baseline_named(text: str) -> tuple[str, int | None]:
-    """Name and number of draft tokens (None: not given) of transformers' method `text`. Raises UnknownNameError for an unknown name,
-    SettingsError for wrong brackets.
+    """Splits one of transformers' methods, such as ``transformers-assisted[5]``, into name and number of draft tokens (or None).
+    Raises UnknownNameError for an unknown name, SettingsError for wrong brackets.
     """
     name, tokens = assistant_tokens(text)
     if name not in (every := (BASELINE, STATIC, COMPILED, LOOKUP, ASSISTED)):
@@ -287,12 +287,12 @@ class Configured:
 
     Attributes:
         variant: the variant as written.
-        classes: the strategy classes of its parts.
-        settings: the given settings of each part, including settings in brackets.
+        classes: the classes of its strategies: one, or several that are merged.
+        settings: the given settings of each strategy, including settings in brackets.
         strategy: the strategy; None if a setting that it requires was not given.
         impossible: why there is no strategy; "" if there is one.
-        verifier: the verifier of its calls.
-        grammar: the grammar of its texts; None without one.
+        verifier: the verifier with which the strategy is measured.
+        grammar: the grammar that texts must follow; None without a grammar.
     """
 
     variant: Variant
@@ -305,7 +305,7 @@ class Configured:
 
     @property
     def parts(self) -> list[str]:
-        """Registry names of the parts."""
+        """Registry names of the strategies."""
         return [cls.name for cls in self.classes]
 
     @property
@@ -322,7 +322,7 @@ def configured_variants(
     variants = [_configured(parse(text), settings_by_strategy) for text in names]
     unused = settings_by_strategy.keys() - {part for variant in variants for part in variant.parts}
     if unused:
-        raise SettingsError(f"settings given for {', '.join(sorted(unused))}, which is not measured")
+        raise SettingsError(f"settings given for {', '.join(sorted(unused))}, which is not measured: leave them out")
     return variants
 
 
@@ -368,7 +368,7 @@ def _method(
         arguments["grammar"] = configured.grammar
     elif resolved is not None and resolved.needs_grammar:
         impossible = impossible or f"needs a grammar, such as {name}[grammar=json]"
-    # The traits are read from the instance if there is one, since a strategy with the setting draft_model needs no assistant.
+    # If there is a strategy object, it is asked rather than its class: with the setting draft_model, it needs no assistant.
     needs = resolved.needs_assistant if resolved else any(cls.needs_assistant for cls in classes)
     takes = resolved.takes_assistant if resolved else any(cls.takes_assistant for cls in classes)
     if needs or (takes and draft is not None):

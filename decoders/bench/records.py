@@ -38,7 +38,7 @@ class Record:
         kind: kind of prompt.
         status: "ok", "skipped" (not supported, or no time was left) or "failed" (an error).
         reason: why there are no figures.
-        ours: whether it is a strategy of an enabled model.
+        ours: whether the method is a registered strategy; false for transformers' methods and other engines.
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.
@@ -53,8 +53,8 @@ class Record:
         ratio: tokens per second divided by the baseline's in the same repeat.
         plain_ratio: tokens per second divided by our plain decoding's, if plain decoding was measured.
         first_token: seconds to the first token; one value per repeat, the mean over the prompts.
-        accepted_length: mean number of tokens per row and step, 1 for plain decoding. Our strategies: the mean over all repeats;
-            transformers: the mean over one call per prompt.
+        accepted_length: mean number of tokens per row and step, 1 for plain decoding; over all repeats for our strategies, over
+            one call per prompt for transformers.
         draft_passes: number of forward passes per target step, of the models that draft for the target.
         overhead: share of the step outside the forward passes of target and draft models.
         step_ms: times of the parts of a step.
@@ -74,8 +74,8 @@ class Record:
         memory_added: growth of the process's resident memory in the first two calls, in bytes. Memory that all methods share is
             counted for the first method.
         temperature: temperature of the sampling; 0: greedy.
-        bandwidth_fraction: bytes of the target's weights per second of the core (transformers: of the step), divided by the
-            measured copy bandwidth. A value above 1 shows that weights stay in a cache.
+        bandwidth_fraction: the speed at which a step's core (transformers: the whole step) reads the target's weights, in bytes per
+            second, divided by the measured copy bandwidth. A value above 1 shows that weights stay in a cache.
     """
 
     method: str
@@ -123,7 +123,7 @@ class Record:
 
     @property
     def group(self) -> tuple[str, str, int, float]:
-        """The key of the methods compared with each other."""
+        """Model, dtype, number of rows and temperature: methods are compared if these are equal."""
         return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def waiting(records: Sequence[Record]) -> float:
 
 
 def comparable(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns `records`, and a warning if steps waited for more than `WAITING` of their time, else "". If they waited for more than
-    `BUSY` of it, the records are copies without ratios.
+    """Returns `records`, and a warning if steps waited for processors for more than the share `WAITING` of their time, else "". If this
+    share is above `BUSY`, the records are copies without ratios.
     """
     if (waits := waiting(records)) <= WAITING:
         return list(records), ""

@@ -14,9 +14,8 @@ SHORTEST_LOOP = 8
 def in_loops(ids: Tensor) -> Tensor:
     """Returns which tokens of `ids` ``[..., T]`` int64 are part of a loop, as ``[..., T]`` bool.
 
-    A token is part of a loop if it and the tokens before it equal the tokens one period earlier, for more than a whole period and
-    for more than :data:`SHORTEST_LOOP` tokens. The first repetition of a passage does not count, because code repeats itself on
-    purpose. All tokens from the second repetition on count.
+    A token is part of a loop if, for some period ``p``, it ends a run of more than ``max(p, SHORTEST_LOOP)`` tokens that all equal
+    the token ``p`` places earlier. So the first repetition of a passage does not count, because code repeats itself on purpose.
     """
     looping = torch.zeros_like(ids, dtype=torch.bool)
     for period in range(1, min(LONGEST_PERIOD, ids.shape[-1] - 1) + 1):

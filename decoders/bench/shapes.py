@@ -1,6 +1,6 @@
 """Models of well-known shapes with random weights. Their times equal the times of the real models; their texts are noise.
 
-A step's time depends on sizes alone. How often drafts are accepted depends on the weights, so it means nothing here.
+A step's time depends on sizes alone. Acceptance depends on the weights, so acceptance rates mean nothing here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
     """
     if name not in SHAPES:
         raise UnknownNameError("shape", name, SHAPES)
-    # The ids are set to None, because some designs' configs have defaults.
+    # These ids are set to None because some architectures' configs have default ids.
     config = AutoConfig.for_model(**SHAPES[name], bos_token_id=None, eos_token_id=None, pad_token_id=None)
     with no_init_weights():  # `fill` draws them
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

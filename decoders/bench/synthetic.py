@@ -42,7 +42,7 @@ class SyntheticSettings(Settings):
     @classmethod
     def _shares(cls, acceptance: tuple[float, ...]) -> tuple[float, ...]:
         if not all(0 <= share <= 1 for share in acceptance) or list(acceptance) != sorted(acceptance, reverse=True):
-            raise ValueError("shares are between 0 and 1, and none is larger than the one before")
+            raise ValueError("shares must lie between 0 and 1, and none may be larger than the share before it")
         return acceptance
 
 
@@ -66,7 +66,7 @@ class Synthetic(Strategy):
 
     Attributes:
         texts: the known continuations of prompts.
-        rehearsed: key of the last call whose text was learned.
+        rehearsed: prompts, seed and number of tokens of the last call whose text was learned.
     """
 
     name = "synthetic"
@@ -97,7 +97,7 @@ class Synthetic(Strategy):
             shares = [float(part) for part in text.split(",")]
         except ValueError:
             raise SettingsError(
-                f"an acceptance is a share, such as 0.8, or one for each draft token, 0.9,0.8,0.6; not {text!r}"
+                f"acceptance must be a rate such as 0.8, or a share for each draft token such as 0.9,0.8,0.6, not {text!r}"
             ) from None
         return cls(acceptance=_powers(shares[0]) if len(shares) == 1 else tuple(shares))
 

@@ -31,8 +31,8 @@ def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", detai
     why figures are missing or where outputs differ.
 
     Args:
-        details: whether to add the range of tokens/s, first tokens, and the passes of draft models. Without them the table has 80
-            columns.
+        details: whether to add the range of tokens/s, times to the first token, and passes of draft models. Without them the table
+            has 80 columns.
     """
     every = [r for records in sections.values() for r in records]
     drafted = details and any(r.draft_passes is not None for r in every)
@@ -62,7 +62,7 @@ def speed_table(sections: Mapping[str, Sequence[Record]], title: str = "", detai
 
 
 def headings(groups: Mapping[Any, Sequence[Record]]) -> dict[str, Sequence[Record]]:
-    """Maps the heading of each group to its records. A single group has the heading "", unless its model was padded."""
+    """Maps the heading of each group to its records. A single group has the heading "", unless its model is cost-scaled."""
     (first, *others) = groups.values()
     if not others and not first[0].scaled:
         return {"": first}
@@ -102,7 +102,7 @@ def fitting(table: Table, width: int) -> list[Table]:
 
 
 def suite_table(together: Sequence[Record], records: Sequence[Record]) -> Table:
-    """A suite's results, with a line for each method and a column for each category: medians of speed-up and tokens per step.
+    """Results of a published benchmark: a line for each method, a column for each category, medians of speed-up and tokens per step.
 
     Args:
         together: one group's records over all kinds of prompt.
@@ -145,7 +145,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def subject(record: Record) -> str:
-    """The model's name and, if the model was padded, :attr:`Record.scaled`."""
+    """The model's name and, if a small model is padded to the costs of a larger model, :attr:`Record.scaled`."""
     if not record.scaled:
         return record.model
     return f"{record.model or 'demo target'}, {record.scaled}"
@@ -158,7 +158,7 @@ def loops(records: Sequence[Record]) -> str:
 
 
 def step_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of a step's milliseconds by part, and how close the core is to reading the weights at copy speed."""
+    """A table of a step's milliseconds by part, and of the speed of reading the weights, as a share of the copy bandwidth."""
     parts = ("total", *PARTS)
     table = plain_table(title, *parts, "overhead", "bandwidth")
     for r in records:
@@ -169,7 +169,7 @@ def step_table(records: Sequence[Record], title: str = "") -> Table:
 
 
 def start_table(records: Sequence[Record], title: str = "") -> Table:
-    """A table of first tokens, first calls, compiling and memory. Memory that all methods share is counted for the first method."""
+    """A table of start-up times, compiling and memory. Memory that all methods share is counted for the first method."""
     columns = ("cold first token", "prefill", "first call", "compile", "graphs", "later", "compiled",
                "memory", "added", "cache")  # fmt: skip
     table = plain_table(title, *columns)

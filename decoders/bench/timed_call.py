@@ -78,8 +78,8 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
         torch.manual_seed(sampling.seed)
     if streamer is not None:
         arguments["streamer"] = streamer
-    # Calls of transformers bypass our `generate`, for which the environment may set a default strategy.
-    loaded: Any = model  # the declared type lacks `generate`, which the loaded model's class has
+    # transformers' methods use the model's original `generate`, because ours may have a default strategy from the environment.
+    loaded: Any = model  # PreTrainedModel has no `generate`, but the classes of loaded models have it
     generate = loaded.generate if method.ours else type(loaded).generate.__get__(loaded)
     drafter = arguments.get("strategy")
     if isinstance(drafter, Synthetic):
@@ -97,7 +97,7 @@ def decode(method: Method, workload: Workload, new_tokens: int, streamer: Any = 
 
 
 def rehearse(drafter: Synthetic, generate: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Writes this call's text by plain decoding, and stores it in `drafter`, unless the drafter's last text is from an equal call."""
+    """Stores this call's text by plain decoding in `drafter`, unless the last call had the same prompts, seed and number of tokens."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
     key = ids.tolist(), arguments.get("seed"), arguments["max_new_tokens"]
     if drafter.rehearsed == key:
@@ -199,11 +199,11 @@ class _FirstToken(Exception):
 
 
 class Stamps(BaseStreamer):
-    """A streamer that notes the time of every `put` after the prompt's.
+    """A streamer that notes the time of every call of `put`, except the first call, which brings the prompt.
 
     transformers calls `put` once for each forward pass of the target, however many tokens the pass commits. In assisted generation, the
-    first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token or the last requested token.
-    So tokens per `put` are comparable with our tokens per step.
+    first pass is the prefill and already verifies draft tokens. The last `put` ends with the stop token or the last requested token,
+    as our last step does. So tokens per `put` are comparable with our tokens per step.
 
     Args:
         first_only: whether to end the call at its first token, by raising an exception.
@@ -226,7 +226,7 @@ class Stamps(BaseStreamer):
 
 @contextlib.contextmanager
 def forwards(model: PreTrainedModel | None) -> Iterator[list[int]]:
-    """Yields a list with one entry, the number of the assistant's passes so far. The prefill is included, because it also drafts."""
+    """Yields a list with one entry, the number of the assistant's passes so far. The prefill counts, because it drafts a token."""
     count = [0]
     if model is None:
         yield count
@@ -269,8 +269,8 @@ def written(method: Method, workload: Workload, sequences: Tensor) -> list[list[
 def stamped(
     method: Method, workload: Workload, new_tokens: int, decode: Decode = decode
 ) -> tuple[TimedCall, dict[str, float | None]]:
-    """Makes a call. Returns it with its times: `first_token`, seconds from the start; `pause`, the most seconds between two tokens;
-    `tokens_per_second` of all rows after the first token. Times include compilation.
+    """Makes a call. Returns the call and its times, compilation included: `first_token`, seconds from the start; `pause`, the most
+    seconds between two tokens; `tokens_per_second` of all rows after the first token, if each `put` brings one token per row.
     """
     synchronize(method.model.device)
     stamps, started = Stamps(), time.perf_counter()

@@ -37,7 +37,7 @@ class Variant:
         settings: settings by part, nested as in ``strategy_config``.
         verifier: the verifier named in the brackets; None if there is none.
         grammar: the grammar named in the brackets; None if there is none.
-        loop: settings of the loop in the brackets, by keys of :data:`LOOP`.
+        loop: settings of the decoding loop in the brackets, by name (the keys of :data:`LOOP`).
     """
 
     parts: tuple[str, ...]
@@ -122,19 +122,19 @@ def parse(text: str) -> Variant:
     for key, values in whole_tree.items():
         if len(values) > 1:
             raise SettingsError(
-                f"{text!r}: only one {key} is possible, since it holds for the whole tree; {len(values)} are given"
+                f"{text!r}: only one {key} is possible, since it holds for the whole draft tree; {len(values)} are given"
             )
     given = {key: values[0] for key, values in whole_tree.items() if values}
     loop = {key: given[key] for key in LOOP if key in given}
     for key, value in loop.items():
         if not any(value is allowed or (isinstance(value, str) and value == allowed) for allowed in LOOP[key]):
             words = [str(allowed).lower() for allowed in LOOP[key]]
-            raise SettingsError(f"{text!r}: {key} is {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+            raise SettingsError(f"{text!r}: {key} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
     return Variant(tuple(parts), tuple(brackets), settings, given.get(VERIFIER), given.get(GRAMMAR), loop)
 
 
 def with_setting(name: str, setting: str) -> str:
-    """`name`, in the notation of methods, with one more ``KEY=VALUE`` in the brackets of its first part."""
+    """Adds `setting` (``KEY=VALUE``) to the brackets of the first strategy in `name`: ``a[x=1]+b`` becomes ``a[x=1,KEY=VALUE]+b``."""
     first, plus, rest = name.partition("+")
     return (f"{first[:-1]},{setting}]" if first.endswith("]") else f"{first}[{setting}]") + plus + rest
 
@@ -149,5 +149,7 @@ def assistant_tokens(text: str) -> tuple[str, int | None]:
     if inside is None:
         return name, None
     if not re.fullmatch("[1-9][0-9]*", inside):
-        raise SettingsError(f"{text!r}: the brackets hold the draft tokens per step, as in transformers-assisted[5]")
+        raise SettingsError(
+            f"{text!r}: the brackets must hold the number of draft tokens per step, as in transformers-assisted[5]"
+        )
     return name, int(inside)

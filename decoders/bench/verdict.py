@@ -14,9 +14,9 @@ from .variants import parse
 
 #: The strategy that is recommended if it is about as fast as the fastest.
 AUTO = "auto"
-#: Methods above this share of the fastest method's speed are taken to be as fast.
+#: Methods above this share of the fastest method's speed count as equally fast.
 NEAR = 0.97
-#: Speed-up below which nothing is gained.
+#: Smallest speed-up that counts as a gain.
 GAIN = 1.05
 
 
@@ -26,7 +26,8 @@ class Verdict:
 
     Attributes:
         model, dtype, batch, temperature: the conditions of the measurement.
-        method: the recommended method in the bench's notation; "" if transformers is at least as fast, or the weights are random.
+        method: the recommended method in the bench's notation; "" if a method of transformers or another engine is clearly faster, the
+            ratio is below :data:`GAIN`, or the weights are random.
         tokens_per_second, ratio: speed of the strategy from :func:`chosen`, and its ratio to transformers', over all prompts.
         by_kind: the median ratio for each kind of prompt.
         arguments: arguments of ``generate``.
@@ -46,7 +47,7 @@ class Verdict:
 
     @property
     def group(self) -> tuple[str, str, int, float]:
-        """The key of the compared methods; see :attr:`~decoders.bench.Record.group`."""
+        """Model, dtype, number of rows and temperature, as in :attr:`~decoders.bench.Record.group`."""
         return self.model, self.dtype, self.batch, self.temperature
 
     def as_dict(self) -> dict[str, Any]:

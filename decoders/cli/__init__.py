@@ -59,7 +59,7 @@ class Group(catalogue.ExtensibleGroup):
         except DecodersError as error:
             if ctx.params.get("debug"):
                 raise
-            # The command line calls assistant_model= --assistant. A name in quotes was typed by the user, so it stays.
+            # On the command line, assistant_model= is called --assistant. In quotes, the name was typed by the user and is kept.
             _print_error(re.sub(r"(?<![\w'\"])assistant_model=?(?!\w)", "--assistant", str(error)))
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:

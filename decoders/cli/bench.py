@@ -213,7 +213,7 @@ def measure(
     for text in acceptance or ():
         Synthetic.of(text)
     names = bench_run.checked_strategies(strategies, of_shapes, strategy_settings)
-    if suite is not None and names is not None:  # speed-ups of a suite are relative to plain decoding
+    if suite is not None and names is not None:  # a suite's speed-ups need plain decoding as the baseline
         names = [PLAIN, *(name for name in names if name != PLAIN)]
     plan = bench_run.Plan(
         subjects=bench_run.checked_subjects(model, shapes), of_shapes=of_shapes, draft=draft,

@@ -39,12 +39,12 @@ class Plan:
     Attributes:
         subjects: names of models, or of shapes (architectures with random weights).
         of_shapes: whether the subjects are shapes.
-        draft, assistant_tokenizer, device: the options of these names, for every subject.
+        draft, assistant_tokenizer, device: values of the options of the same names, for every subject.
         strategies, baselines: names of strategies and of transformers' methods; None: all.
         acceptances: acceptance rates of simulated drafters, the values of ``--acceptance``.
         strategy_settings: settings of strategies, by strategy.
         loop_settings: settings of the loop, by name.
-        samplings: sampling settings (None: greedy decoding). Everything is measured with each of them.
+        samplings: sampling settings (None: greedy decoding). All measurements are made with each entry.
         prompts: kinds of prompts, or a file; None: instructions if the tokenizer has a chat template, else ``all``.
         suite: name of a published benchmark; None without a benchmark.
         questions: the benchmark's questions.
@@ -126,7 +126,7 @@ def checked_baselines(baselines: Sequence[str] | None) -> list[str] | None:
     if names == ["all"]:
         return None
     if "all" in names:
-        raise SettingsError(f"--baseline {','.join(names)}: all stands for every baseline, so name it alone")
+        raise SettingsError(f"--baseline {','.join(names)}: all stands for every baseline: leave the other names out")
     for name in names:
         baseline_named(name)
     return names
@@ -233,7 +233,7 @@ class Run:
         return verdicts(self.records)
 
     def tables(self, details: bool, width: int) -> list[Table | Text]:
-        """The summary table, and a recommendation for each group (see :meth:`verdicts`). Then come the tables of a suite.
+        """The summary table, a recommendation for each group (see :meth:`verdicts`), and the tables of a suite (published benchmark).
 
         Args:
             details: whether to add all other tables.
@@ -323,7 +323,7 @@ class Run:
         return [bench.workloads(tokenizer, texts, rows) for rows in plan.batches]
 
     def _conversations(self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase, suite: str) -> Texts:
-        """The turns of a suite as prompts. All methods get the same answers to earlier turns, from plain greedy decoding."""
+        """The turns of a suite's chats as prompts. All methods get the same answers to earlier turns, from plain greedy decoding."""
         plain = replace(next(method for method in methods if method.name == PLAIN), sampling=None)
         questions = self.plan.questions
 

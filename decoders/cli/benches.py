@@ -135,7 +135,7 @@ def consoles(json_file: Path | None) -> tuple[Console, Console]:
     """Returns two consoles, for progress and for tables. Tables go to stderr if the JSON goes to stdout ("-").
 
     Raises:
-        SettingsError: `json_file` cannot be written. This is checked here, and not after minutes of measuring.
+        SettingsError: `json_file` cannot be written. (The check comes here, before minutes of measuring.)
     """
     check_writable("--json", json_file)
     return plain_console(stderr=True), plain_console(stderr=json_file is not None and str(json_file) == "-")
@@ -242,7 +242,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
         if path.is_file() or (path.parent.is_dir() and not path.exists()):
             # `write_whole` writes a temporary file first, so that an interrupted write leaves the old file.
             write_whole(path, text.encode())
-        else:  # `path` is a pipe or the like
+        else:  # `path` is a pipe or a device
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"--json {path}: {error.strerror}") from error

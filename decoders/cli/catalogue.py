@@ -65,7 +65,7 @@ def catalogue(kind: str) -> Items:
     if content.get("state") != state or kind not in content:
         content = {"state": state} | {every: taken(every) for every in KINDS}
         if points and all(plugin["status"] != "failed" for plugin in content["plugins"]):
-            with suppress(OSError):  # if nothing can be cached, the next call computes it again
+            with suppress(OSError):  # if the file cannot be written, the next call reads the registry, too
                 write_whole(file, serialized(content).encode())
     return cast(Items, content[kind])
 
@@ -73,8 +73,8 @@ def catalogue(kind: str) -> Items:
 def taken(kind: str) -> Items:
     """The objects of one kind (:data:`KINDS`) from the registry, not from a cached file.
 
-    Each dict has the object's name, provider and version, the listed attributes of its class and, for strategies, the settings. The
-    grammars come only from plugins.
+    Each dict has the object's name, provider and version, the attributes of its class in :data:`_ATTRIBUTES` and, for strategies, the
+    settings. Grammars of this package are left out, because ``decoders grammars`` reads them from their files.
     """
     from ..registry import registry
     from ..registry.kinds import DISTRIBUTION
@@ -112,7 +112,7 @@ def _check_name(name: str, names: Iterable[str]) -> None:
             break
         if part not in command.commands:
             if name.split()[0] in names and name != part:
-                raise PluginError(f"command {name!r} cannot be used: {name.split()[0]!r} is a command, and no group")
+                raise PluginError(f"command {name!r} cannot be used: {name.split()[0]!r} is a command, not a group")
             return
         command = command.commands[part]
     raise PluginError(
@@ -131,7 +131,7 @@ def as_command(function: Callable[..., None], name: str) -> Any:
 
 
 def unusable_commands() -> dict[str, str]:
-    """Error messages about commands of plugins that cannot be used, by the plugin's key. Several messages are joined to one text."""
+    """Maps the key of each plugin with unusable commands to an error message. A plugin's messages are joined to one text."""
     from ..registry import registry
 
     wrong: dict[str, str] = {}
@@ -248,7 +248,7 @@ def _state(points: Iterable[metadata.EntryPoint]) -> str:
     found: list[Any] = [__version__, sys.version]
     found += [(p.name, p.value, p.dist.name if p.dist else "", p.dist.version if p.dist else "") for p in points]
     folders = [Path(__file__).parents[1]]
-    # The text before the first dot, not `module`, which raises an error if the value names no module.
+    # The package is the text before the first dot of `value`. `point.module` would raise an error if the value names no module.
     for package in sorted({re.split(r"\W", point.value)[0] for point in points}):
         spec = importlib.util.find_spec(package) if package else None
         if spec is None:

@@ -82,8 +82,8 @@ def demo(
     started = time.monotonic()
     if not seconds and (as_json or not live):
         raise SettingsError(
-            f"--seconds 0 shows the first text only, and {'--json' if as_json else '--no-live'} shows none: for the table, give "
-            "--seconds more than 0"
+            f"--seconds 0 leaves out the table, and {'--json' if as_json else '--no-live'} the first text, so nothing would be shown: "
+            "give --seconds more than 0"
         )
     if prompt is not None and prompts is not None:
         raise SettingsError("give --prompt or --prompts, not both")
@@ -145,7 +145,7 @@ def demo(
         )  # fmt: skip
     console.print(f"{compilation(entries)}\n", style="dim")
     lively = live and not as_json and console.is_terminal
-    # Each method writes two texts per prompt: one is checked, one is timed for the table. On a terminal it writes a third to look at.
+    # Each method writes two texts per prompt: one is checked, one is timed for the table. On a terminal, a third text is shown live.
     left = max(0.0, deadline - time.monotonic())
     new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), left, max_new_tokens)
     for (name, _, content), workload in zip(texts, workloads, strict=True) if lively else ():
@@ -184,8 +184,8 @@ def demo(
 
 
 def affordable_tokens(entries: Sequence[Competitor], texts: int, seconds: float, most: int) -> int:
-    """The greatest number of new tokens with which every method can decode `texts` texts within `seconds`, but at least
-    :data:`FEWEST` and at most `most`, which the warm-up has measured.
+    """The number of new tokens per text with which all methods can write `texts` texts each within `seconds`, by the times of the
+    warm-up. At least :data:`FEWEST`, but never more than `most`, the number of new tokens in the warm-up.
     """
     needed = texts * sum(entry.warmup.second_call for entry in entries if entry.warmup is not None)
     return most if needed <= seconds else min(most, max(FEWEST, int(most * seconds / needed)))

@@ -192,7 +192,7 @@ def settings() -> Iterator[Finding]:
 
 
 def same_tokens(name: str, dtype: str, device: str | None = None) -> Iterator[Finding]:
-    """Whether all strategies write the same tokens with the model `name` in this dtype on this device, and whether kernels work."""
+    """Whether all strategies write the same tokens with the model `name` in this dtype on this device, and whether the kernels work."""
     from ..engine.model.invariance import check
     from ..engine.model.self_check import target_of
     from ..engine.model.weights.quantization import Precision

@@ -30,8 +30,8 @@ class ColouredStream(BaseStreamer):
     be incomplete. Then its last token may also be a draft token.)
 
     Attributes:
-        pieces: (text, accepted) for each token. If the text depends on later tokens, it is "" here, and the later tokens' text
-            contains it. :meth:`end` may add one more piece.
+        pieces: (text, accepted) for each token. The text of a token that later tokens complete, such as half of a character, is "";
+            the last of these tokens has the whole text. :meth:`end` may add one more piece.
         steps: number of steps so far.
     """
 
@@ -40,7 +40,7 @@ class ColouredStream(BaseStreamer):
         self.pieces: list[tuple[str, bool]] = []
         self._tokens: list[int] = []
         self._accepted: deque[bool] = deque()
-        self._texts: TextPieces | None = None  # once the prompt is known
+        self._texts: TextPieces | None = None  # None until `put` gets the prompt
 
     def on_step(self, new: list[list[int]]) -> None:
         """Records the number of new tokens of a step. Called before `put`. new: the new tokens of each row."""
@@ -71,7 +71,7 @@ def show(
 ) -> None:  # fmt: skip
     """Decodes `workload` (one row) with one of our methods and shows the text, on a terminal while it grows.
 
-    The speed is shown at the end, as the report has it: without the time for preparing and compiling the model.
+    The report's speed is shown at the end. It leaves out the time for preparing and compiling the model.
     """
     stream, report = ColouredStream(tokenizer), None
 
@@ -113,7 +113,7 @@ class PrintedPieces(BaseStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self._tokens = tokenizer, list[int]()
-        self._pieces: TextPieces | None = None  # once the prompt is known
+        self._pieces: TextPieces | None = None  # None until `put` gets the prompt
 
     def put(self, value: Tensor) -> None:
         tokens = value.flatten().tolist()

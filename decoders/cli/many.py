@@ -145,8 +145,8 @@ def complete_file(
             progress.update(bar, advance=1, description=speed + (f", {failed} failed" if failed else ""))
     if written != task.left:
         raise SettingsError(
-            f"{task.input} has changed during the run: {written} of {amount(task.left, 'prompt')} that were left are completed. "
-            "Run the same command again"
+            f"{task.input} has changed during the run: {written} of {amount(task.left, 'prompt')} without completion are now "
+            "completed. Run the same command again"
         )
     startup = ready.prepared_since(begun)
     seconds = time.perf_counter() - begun - startup
@@ -184,10 +184,9 @@ def _unwritable(out: OutputLines, error: OSError, written: int) -> typer.Exit:
 def _prompt(
     line: InputLine, tokenizer: PreTrainedTokenizerBase, chat: bool, given: Mapping[str, Any]
 ) -> tuple[Prompt, Any]:  # fmt: skip
-    """Returns the line's prompt with its arguments, and the line's id. If the line has no valid prompt, returns an error instead of
-    it.
+    """Returns the line's prompt with its arguments, or an error if the line has no valid prompt. Also returns the line's id.
 
-    With ``--seed``, each prompt gets its own seed. It is the same in every run.
+    With ``--seed``, the seed of a prompt is the sum of this seed and the line's number, so it is the same in every run.
     """
     import json
 
@@ -220,7 +219,7 @@ def _prompt(
 
 
 def _sampling(item: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling arguments of the line `item`. Empty if the line sets none. Otherwise the command's options `given` complete them."""
+    """The sampling arguments of the line `item`; empty if it sets none. Options in `given` are added, unless its temperature is 0."""
     from .models import sampling
 
     own = {name: item[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in item}

@@ -118,7 +118,7 @@ AssistantTokenizer = Annotated[
     str | None,
     typer.Option(help="Tokenizer of the draft model, if its vocabulary differs from the target's: folder or Hub name."),
 ]
-#: Default strategy and default dtype of the commands that generate texts. The dtype is the checkpoint's.
+#: Default strategy and default dtype of the commands that generate texts. The dtype "auto" is the checkpoint's dtype.
 STRATEGY, DTYPE = "auto", "auto"
 StrategyName = Annotated[
     str,
@@ -237,7 +237,7 @@ def _hub_answers() -> bool:
     except HTTPError:
         return True
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # the Hub's own client may know the certificate
+        return isinstance(error.reason, ssl.SSLError)  # the Hub answers, and its own client may accept the certificate
     except OSError:
         return False
 
@@ -276,7 +276,7 @@ def load_shape(name: str, dtype: str = "float32", device: str | None = None) -> 
 def load_assistant(
     name: str | None, model: str, dtype: str, needed: bool, device: str | None = None
 ) -> PreTrainedModel | None:
-    """Loads the draft model `name`. If `name` is None: loads the demo's if `needed` and `model` is the demo, else returns None."""
+    """Loads the draft model `name`. Without name, loads the demo's draft model if `needed` and `model` is "demo", else returns None."""
     if name == DEMO or (name is None and needed and model == DEMO):
         name = f"{DEMO}:draft"
     return None if name is None else load(name, dtype, device)[0]
@@ -297,7 +297,7 @@ def needs_assistant(
 
     needing = [name for name in strategies if resolve_strategy(name, settings).needs_assistant]
     if needing and assistant is None and model != DEMO:
-        raise SettingsError(f"strategy {needing[0]!r} needs a draft model: --assistant")
+        raise SettingsError(f"strategy {needing[0]!r} needs a draft model: name one with --assistant")
     return bool(needing)
 
 
@@ -313,14 +313,14 @@ def device_called(device: str | None) -> torch.device:
         from ..common.devices import present
 
         said = str(error).splitlines()[0]
-        if said.startswith("Expected one of"):  # torch lists twenty kinds of devices
+        if said.startswith("Expected one of"):  # shorter than torch's list of all kinds of devices
             said = "there is no such kind of device"
         raise SettingsError(f"--device {device}: {said}. This machine has {', '.join(present())}") from error
 
 
 def moved_to(place: torch.device, model: PreTrainedModel) -> PreTrainedModel:
     """`model` on the device `place`."""
-    return model.to(place)  # type: ignore[arg-type]  # transformers wraps `to` and loses its `self`
+    return model.to(place)  # type: ignore[arg-type]  # transformers' wrapper of `to` is typed without `self`
 
 
 def set_aside() -> None:

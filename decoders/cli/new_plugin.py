@@ -30,7 +30,7 @@ def new_plugin(
         )
     taken = {item["name"]: item["provider"] for item in catalogue("strategies")}
     if strategy in taken:
-        raise PluginError(f"there is a strategy {strategy!r} already, of {taken[strategy]}: choose another name")
+        raise PluginError(f"{taken[strategy]} already has a strategy {strategy!r}: choose another name")
     project = folder / f"decoders-{strategy.replace('_', '-')}"
     if project.exists():
         raise PluginError(f"{project} already exists: nothing was written")
@@ -51,7 +51,7 @@ def renamed(strategy: str) -> dict[str, str]:
     """The texts of a new project's files, by path. The example's names are replaced by names for `strategy`."""
     files = template()
     name = "".join(part.title() for part in strategy.split("_"))
-    # The class name must not be a keyword of Python (False), nor shadow another name in the module.
+    # The class name must not be a keyword of Python (as False is), nor shadow another name in the module.
     if iskeyword(name) or any(re.search(rf"\b{name}\b", text) for text in files.values()):
         name += "Strategy"
     words = {

@@ -96,7 +96,7 @@ def calibrate(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the time of a verification step by its number of tokens, store it for strategy auto, and print it."""
+    """Measure the time of verification steps of different numbers of tokens, store it for strategy auto, and print it."""
     from . import models
 
     console = plain_console(stderr=True, quiet=as_json)

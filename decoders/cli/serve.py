@@ -261,7 +261,7 @@ def check_installed() -> None:
 
 
 def _corpus(path: Path) -> list[Content]:
-    """The texts in the file of ``--suffix-corpus``. Raises SettingsError if the file has no texts, or another format."""
+    """The texts in the file of ``--suffix-corpus``. Raises SettingsError if the file has no texts, or an unknown format."""
     from ..prompts.reading import read_file
 
     try:

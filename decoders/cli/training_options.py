@@ -58,7 +58,7 @@ def prepared(
 ) -> tuple[Any, Any, Any]:
     """Loads the model and its tokenizer. Returns them and the :class:`~decoders.training.texts.Job` that the options describe.
 
-    The options from `data` on are options of every training command. Without `data`, the demo model is trained with its own texts.
+    The parameters from `data` on are options of every training command. Without `data`, the demo model is trained with its own texts.
 
     Raises:
         TrainingError: a path does not exist, or there is no text.
@@ -84,8 +84,8 @@ def prepared(
 def demo_texts() -> dict[str, list[str]]:
     """The demo models' own texts, by set.
 
-    ``texts``: the files on which the models were trained. ``test``: the files from which the demo's prompts come. ``held``: all other
-    files. :data:`EDIT_TASKS` are added to ``texts``, and a twentieth as many to each of the others.
+    ``texts``: the files on which the models were trained. ``test``: the held-out files from which the demo's prompts come. ``held``:
+    the other held-out files. ``texts`` also has :data:`EDIT_TASKS` edit tasks, ``test`` and ``held`` a twentieth of this number each.
     """
     from ..demo import data, prompts
 
@@ -103,7 +103,7 @@ def demo_texts() -> dict[str, list[str]]:
 
 
 def _edit_tasks(sources: list[Source], count: int) -> list[str]:
-    """The texts of `count` edit tasks about functions in `sources`, the same in every run. Empty if there are no functions."""
+    """The texts of `count` edit tasks about functions in `sources`, the same in every run; empty if there are no functions or names."""
     import random
 
     from ..demo import data

@@ -1,8 +1,8 @@
 """The demo models' data: the sources of the Python standard library, split into training and held-out files, and edit tasks from
 them.
 
-An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy from plain
-code. Edit tasks teach it to copy. Strategies that draft copied text, such as prompt lookup, then behave as on large models.
+An edit task is a function, an instruction in a comment, and the edited function. A model this small does not learn to copy text from
+plain code alone, so edit tasks teach it. Strategies that draft copied text, such as prompt lookup, then behave as on large models.
 
 Licence of the data: PSF-2.0 (a few files have compatible notices of their own).
 """
@@ -63,7 +63,7 @@ _NOT_RENAMED = set(keyword.kwlist) | set(keyword.softkwlist) | set(dir(builtins)
 
 @dataclass(frozen=True)
 class Source:
-    """One file. `path` is relative to the standard library, with slashes. `text` is the decoded UTF-8."""
+    """One file. `path` is relative to the folder of the standard library, with slashes. `text` is the file's content."""
 
     path: str
     text: str
@@ -84,7 +84,7 @@ def is_held_out(path: str) -> bool:
 
 
 def read_sources(root: Path | None = None) -> list[Source]:
-    """All usable files under `root` (default: the standard library), sorted by path, without exact duplicates.
+    """The Python files under `root` (default: the standard library), sorted by path. Skips tables, other encodings and duplicates.
 
     Duplicates are dropped before the split, so that no held-out file is also a training file.
     """
@@ -129,7 +129,7 @@ def _is_table(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Function:
-    """A function: the path of its file, its dedented source, and the names in it that can be renamed without other changes."""
+    """A function: the path of its file, its dedented source, and its names that :func:`rename_task` can replace."""
 
     path: str
     source: str
@@ -149,7 +149,7 @@ class EditTask:
 
 
 def functions(sources: Iterable[Source]) -> list[Function]:
-    """All functions of 5 to 40 lines, without duplicates. Files that cannot be parsed are skipped."""
+    """All functions of 5 to 40 lines and at most :data:`MAX_CHARACTERS`, without duplicates. Skips files that cannot be parsed."""
     by_source: dict[str, Function] = {}
     for source in sources:
         try:
@@ -173,7 +173,7 @@ def new_names(functions: Iterable[Function]) -> list[str]:
 
 
 def edit_task(function: Function, names: list[str], rng: random.Random) -> EditTask:
-    """Returns a task of renaming to one of `names`. Or a copy task, with probability :data:`COPY_SHARE` or if no rename is possible."""
+    """A task of renaming a name to one of `names`, or of copying: with probability :data:`COPY_SHARE`, or if no rename is possible."""
     if function.names and rng.random() >= COPY_SHARE:
         old = rng.choice(function.names)
         for _ in range(20):
@@ -204,8 +204,8 @@ def _function(path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunc
         ast.parse(source)  # dedenting can break a function with a multi-line string
     except (SyntaxError, ValueError):
         return None
-    # A name can be renamed by replacing text if it occurs in no string, comment, attribute or keyword argument. This is so if the
-    # source has as many words with its spelling as the syntax tree has names.
+    # A name can be renamed by replacing text if it occurs in no string, comment, attribute or keyword argument: that is, if the text
+    # of the source contains the word as often as the syntax tree contains the name.
     words = Counter(re.findall(r"\w+", source))
     names = Counter(_names(node))
     usable = (n for n, count in names.items() if count >= 2 and words[n] == count and len(n) > 1)

@@ -23,7 +23,7 @@ def card(
         about: what the network consists of, and how it is used.
         training: what the network learned, as sentences.
         run: the recipe of the training.
-        figures: the result of :func:`~.feature_heads.train_network`. Without "steps" the network was not trained here.
+        figures: the result of :func:`~.feature_heads.train_network`. Without "steps", the card says "Not trained here".
         command: the command line that started the training.
         after: text after the tables.
         library: the library that loads the network.
@@ -62,7 +62,7 @@ decay; the weights with the best held-out acceptance are kept. Seed {run.seed}. 
 
 
 def _shares(figures: Mapping[str, Any], name: str, sums: bool = False) -> str:
-    """A table of `name` by token, for each set and kind of text that `figures` has."""
+    """A table of the shares `name`: a row for each set and kind of text, a column for each draft token. sums: adds tokens per step."""
     found = [(title, figures.get(which, {}).get(kind)) for (which, kind), title in NAMES.items()]
     rows = [
         [title, *(f"{share:.1%}" for share in facts[name]), *([f"{facts['tokens_per_step']:.2f}"] if sums else [])]

@@ -2,9 +2,9 @@
 
 A block begins at a position of the text, its anchor. The anchor's token stands for the last committed token, and the tokens before it
 are the context. One pass over a row drafts the blocks of many anchors. The nodes of a block (the anchor's token and mask tokens)
-attend to the context before the anchor and to each other. A place is the position of a draft token. Its logits are trained towards
-the target's distribution at this place. If the draft model has a head (DSpark), these logits also depend on the token before the
-place in the text.
+attend to the context before the anchor and to each other. A place is the position of a draft token. The logits at a place are trained
+towards the target's distribution there. If the draft model has a head (DSpark), these logits also depend on the preceding token of
+the text or, with a recurrent head, on all tokens of the text from the anchor to this token.
 
 Letters: ``B`` rows, ``A`` anchors of a row, ``K`` places of a block, ``D`` tokens that can be drafted.
 """
@@ -59,14 +59,14 @@ def train_dflash(
     """Trains a block draft model for the frozen target `model`, and writes it in the format of `speculators`, with a card.
 
     Args:
-        start: folder of a draft model that is trained further. Its mask token and draft vocabulary are kept. None: a new draft model.
+        start: folder of a draft model to train further. Its mask token and draft vocabulary are kept. None: a new draft model.
 
     Returns:
         The figures: steps, tokens, seconds, and :meth:`Acceptance.facts` for each held-out set and kind of text.
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
-        SettingsError: the target lacks a layer of `run`, the draft vocabulary is larger than the target's, or `start` differs in shape.
+        SettingsError: the target lacks one of `run.layers`, `run.draft_vocab` is too large, or :func:`begin_with` rejects `start`.
     """
     layers = layers_read(model, run)  # wrong settings are reported before hours of work
     size, shape = drafted_size(model, run.draft_vocab, "dflash"), layer_config(model, run.intermediate, run.depth)
@@ -112,7 +112,7 @@ def block_config(run: BlockTraining, shape: Any, layers: tuple[int, ...], size: 
         "markov_rank": run.rank, "markov_head_type": run.head, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     }  # fmt: skip
-    # With a head, the node of the last committed token drafts the first token (DSpark). Without a head, the first mask does (DFlash).
+    # With a head (DSpark), the first token is drafted by the last committed token's node; without a head (DFlash), by the first mask.
     from_last = run.rank > 0
     nodes = run.block + (not from_last)
     fields = HeadFields(markov if run.rank else {}, "dflash", shape, run.block, size)
@@ -131,9 +131,8 @@ def new_draft_model(model: PreTrainedModel, run: BlockTraining, config: DFlashCo
     """A new draft model, initialized from the target.
 
     `fc`, the projection of the features, nearly copies the features of the highest layer that is read. The head's bias is zero. Each
-    layer copies weights of equal name and shape from one layer of the target. The first layer copies from the target's first layer,
-    because both read embeddings. The last layer copies from the target's last layer. The layers between copy from evenly spaced
-    layers of the target.
+    layer copies weights of equal name and shape from one layer of the target: the first layer from the target's first layer, because
+    both read embeddings; the last (or only) layer from the target's last layer; the layers between from evenly spaced layers.
     """
     set_attention(config.layer, "sdpa")
     with torch.random.fork_rng(devices=[]):
@@ -169,11 +168,11 @@ def _origins(network: DFlashNetwork, model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def fit_context(network: DFlashNetwork, teacher: Teacher, texts: Texts, rows: int) -> None:
-    """Fits each layer's keys and values of the context to its counterpart's in the target (:func:`_origins`).
+    """Fits the context's keys and values in each layer to those in the layer of the target that it was copied from (:func:`_origins`).
 
     `fc` becomes the projection of the features that best predicts the keys and values of these target layers (reduced-rank
     regression). Then each key matrix and each value matrix is fitted by least squares over `texts`. Matrices that have another shape
-    than the target's are not changed. If the target does not norm queries and keys, the weights of the network's query and key norms
+    than the target's are not changed. If the target has no norms for queries and keys, the weights of the network's query and key norms
     become the root mean squares of the target's queries and keys.
 
     Args:
@@ -260,8 +259,8 @@ def begin_with(given: DFlashFiles, config: DFlashConfig, output: Tensor) -> Bloc
         or (given.lm_head is not None and not _same(given.lm_head.weight, output))
     ):
         raise SettingsError(
-            "dflash: training continues from a draft model only if its shape and layers= are those of the settings, it has "
-            "no causal layers or windows, and its embedding and output head are the target's"
+            "dflash: training can continue from a draft model only if its shape and layers= equal the settings, it has no "
+            "causal layers or windows, and its embedding and output head are the target's: change the settings, or train a new one"
         )
     draft.load_state_dict(state)
     return draft.to(next(given.network.parameters()).device)
@@ -300,7 +299,7 @@ class BlockLearner(FeatureLearner):
 
     Attributes:
         own_output: whether the draft model stores its own output head: rows of the target's output matrix, without a bias. True if
-            the draft vocabulary is reduced, or if the target scales or bounds its logits, because training does neither.
+            the draft vocabulary is reduced, or if the target scales or bounds its logits: in training they are not scaled or bounded.
     """
 
     model: BlockDraft
@@ -321,10 +320,10 @@ class BlockLearner(FeatureLearner):
         fit_context(self.model.network, self.teacher, self.train.part(0, FITTED), self.rows)
 
     def learn(self, step: int) -> Tensor:
-        """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss.
+        """Computes the loss ``Σ_k decay^k · CE_k``, accumulates its gradients in the parameters' ``.grad``, and returns the loss.
 
-        ``CE_k`` is the cross entropy at place ``k`` against the target's distribution over the draft vocabulary. A place has no
-        weight if it is outside ``lesson.counted``, or if the target's best token there is not in the draft vocabulary.
+        ``CE_k`` is the cross entropy at place ``k`` against the target's distribution over the draft vocabulary. A place is left out
+        if ``lesson.counted`` excludes it, or if the target's best token there is not in the draft vocabulary.
         """
         texts, lesson = self.lesson(step)
         ids = texts.ids.to(self.ids.device)
@@ -341,8 +340,8 @@ class BlockLearner(FeatureLearner):
         return loss
 
     def _anchors(self, lesson: Lesson, step: int) -> Tensor:
-        """The anchors of a step, ``[B, A]`` int64, ascending. They are drawn from :attr:`Lesson.counted`, and from other positions
-        only if it has too few.
+        """The anchors of a step, ``[B, A]`` int64, ascending. They are drawn from the positions in :attr:`Lesson.counted`, or from
+        others if these are too few.
         """
         room = lesson.counted.shape[1] - len(self.places) + 1
         count = min(max(1, round(self.training.blocks * lesson.counted.shape[1])), room)
@@ -379,8 +378,8 @@ class BlockLearner(FeatureLearner):
         """Yields the logits ``[B·A, D]`` of each place in turn.
 
         Args:
-            tokens: ``[B·A, K]``, the token before each place. Or ``[B·A, 1]``, the token before the first place; every later place
-                then uses the token that was drafted at the place before.
+            tokens: ``[B·A, K]``, the text's token before each place. Or ``[B·A, 1]``, only the token before the first place: the head
+                then reads drafted tokens before the later places.
         """
         head, above = self.model.head, None
         if head is None:
@@ -400,8 +399,8 @@ class BlockLearner(FeatureLearner):
     def acceptance(self, texts: Texts) -> Acceptance:
         """The acceptance of chains of ``K`` tokens that begin at every ``K``-th position of `texts`.
 
-        In text that the target wrote greedily, this is the acceptance of decoding. In other text, a draft token counts as accepted if
-        the target would choose it after the text so far, even if the text continues differently.
+        In text that the target wrote greedily, the result is the acceptance in decoding. In other text, a draft token counts as
+        accepted if the target would choose it after the text so far, even if the text continues differently.
         """
         sums = AcceptanceSums(len(self.places))
         for part, lesson in self.lessons(texts):

@@ -36,11 +36,11 @@ def train_draft(
 
     Returns:
         The figures: steps, tokens, seconds, parameters, acceptance of one draft token by kind of held-out text, and the results of
-        :func:`measure`. Its prompts are beginnings of the test texts, or of held-out texts if there are no test texts.
+        :func:`measure` on beginnings of the test texts, or of held-out texts if there are no test texts.
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
-        SettingsError: the target lacks one of the layers, or its class cannot have the size that `run` names.
+        SettingsError: the target lacks a layer that is to be copied, or its class cannot have the size that `run` names.
     """
     draft = new_draft(model, run)  # wrong settings are reported before hours of work
 
@@ -101,7 +101,7 @@ def new_draft(model: PreTrainedModel, training: DraftTraining) -> PreTrainedMode
 
     Raises:
         TrainingError: the target has no list of decoder layers.
-        SettingsError: the target lacks one of the layers, or its class cannot have the size that `training` names.
+        SettingsError: the target lacks a layer that is to be copied, or its class cannot have the size that `training` names.
     """
     count = len(decoder_layers(model))
     if not count:
@@ -117,8 +117,8 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A float32 copy of `model` with only the decoder layers `layers`, in this order.
 
     Raises:
-        TrainingError: a parameter outside of the layers has a part for each layer, so it cannot be copied; or transformers
-            builds no model of these layers.
+        TrainingError: a parameter outside the layers holds values for every layer, so its shape differs; or transformers cannot build
+            a model of these layers.
     """
     own = decoder_layers(model)
     name = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m) == own)
@@ -139,7 +139,7 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     whole = [key for key, value in draft.state_dict().items() if value.shape != state[key].shape]
     if whole:
         raise TrainingError(
-            f"{', '.join(whole)} of {type(model).__name__} have a part for each layer, so they cannot be cut: try origin='scratch'"
+            f"{', '.join(whole)} of {type(model).__name__} hold values for every layer, so they cannot be cut: try origin='scratch'"
         )
     draft.load_state_dict(state)
     return draft.to(model.device)  # type: ignore[arg-type]
@@ -199,7 +199,7 @@ def _set_layers(config: Any, count: int, layers: Sequence[int]) -> None:
             setattr(text, name, [value[layer] for layer in layers])
     text.num_hidden_layers = len(layers)
     own = {int(layer): values for layer, values in text.to_dict().get("per_layer_config", {}).items()}
-    if own:  # some configs store further differences between layers here
+    if own:  # the settings of single layers, if the config has some
         text.per_layer_config = {place: own[layer] for place, layer in enumerate(layers) if layer in own} or None
 
 

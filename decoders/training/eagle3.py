@@ -58,7 +58,7 @@ def train_eagle3(
     """Trains an EAGLE-3 head for the frozen target `model`, and writes it with a card.
 
     Args:
-        start: folder of a head in either format that is trained further. Its draft vocabulary is kept. None: a new head.
+        start: folder of a head, in either format, to train further. Its draft vocabulary is kept. None: a new head.
         form: the format in which the head is written.
 
     Returns:
@@ -66,7 +66,7 @@ def train_eagle3(
 
     Raises:
         TrainingError: there is too little text, the checkpoint belongs to another run, or the target has no list of decoder layers.
-        SettingsError: the target lacks a layer of `run`, the draft vocabulary is larger than the target's, or `start` differs in shape.
+        SettingsError: the target lacks one of `run.layers`, `run.draft_vocab` is too large, or :func:`begin_with` rejects `start`.
     """
     config = head_config(model, run, layers_read(model, run))  # wrong settings are reported before hours of work
     given = load_head(start, model.device, torch.float32) if start is not None else None
@@ -110,7 +110,7 @@ def head_config(model: PreTrainedModel, run: HeadTraining, layers: tuple[int, ..
 
 
 def new_head(config: Eagle3Config, model: PreTrainedModel, ids: Tensor, seed: int) -> Eagle3Head:
-    """A new head. Its layer adds nothing yet, so it nearly applies the target's output head to the highest layer that it reads."""
+    """A new head. At first its decoder layer adds zero, so the logits are nearly the target's output head on the highest layer read."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -144,8 +144,8 @@ def begin_with(given: Eagle3Files, config: Eagle3Config, ids: Tensor) -> tuple[E
         or other.windows
     ):
         raise SettingsError(
-            "eagle3: training can continue from a head only if its shape and the layers that it reads are those of the settings, "
-            "and it has no sliding windows"
+            "eagle3: training can continue from a head only if its shape and the layers that it reads equal the settings, and "
+            "it has no sliding windows: change the settings, or train a new head"
         )
     head = copy.deepcopy(given.head).requires_grad_(True)
     layer = copy.deepcopy(other.layer)
@@ -179,7 +179,7 @@ class HeadLearner(FeatureLearner):
         return torch.randperm(slots, generator=generator)[:count].sort().values.to(self.ids.device)
 
     def backward(self, lesson: Lesson, chains: Tensor | None = None) -> Tensor:
-        """Adds the gradients of ``Σ_k decay^k · CE_k`` to the head's parameters, and returns the loss.
+        """Computes the loss ``Σ_k decay^k · CE_k``, accumulates its gradients in the parameters' ``.grad``, and returns the loss.
 
         ``CE_k`` is the cross entropy of simulated token k against the target's distribution over the tokens that the head can
         propose. A position in ``lesson.counted`` counts if the head can propose the target's best token there.
@@ -213,8 +213,8 @@ class HeadLearner(FeatureLearner):
     def acceptance(self, texts: Texts) -> Acceptance:
         """The acceptance of drafts that begin at every position of `texts`. A draft counts if all its positions count.
 
-        In text that the target wrote greedily, this is the acceptance of decoding. In other text, a draft token counts as accepted if
-        the target would choose it after the text so far, even if the text continues differently.
+        In text that the target wrote greedily, the result is the acceptance in decoding. In other text, a draft token counts as
+        accepted if the target would choose it after the text so far, even if the text continues differently.
         """
         head, depth, known = self.model, self.training.depth, self.ids
         sums = AcceptanceSums(depth)

@@ -38,7 +38,7 @@ class Lesson:
         embedded: ``[B, T, H]``, embeddings of the tokens.
         logits: ``[B, T, D]`` float32, the target's logits after every token, for the tokens that can be drafted.
         best: ``[B, T]`` int64, the target's likeliest next token, out of the whole vocabulary.
-        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` covers all of it.
+        total: ``[B, T]`` float32, log-sum-exp of the target's logits over the whole vocabulary; None if `logits` has all tokens.
         counted: ``[B, T]`` bool, the positions that count in losses and figures, see :func:`~decoders.training.texts.counted`.
     """
 
@@ -109,7 +109,7 @@ class Teacher:
 
         def enlarge(_: nn.Module, __: object, given: Tensor) -> Tensor:
             scores.append(given)
-            return 64 * given  # exact in every dtype, and large enough to exceed any bound
+            return 64 * given  # exact in every dtype, and beyond any bound that a target sets on its logits
 
         with output.register_forward_hook(enlarge), self._noting() as noted, self.precision():
             logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
@@ -149,7 +149,7 @@ class FeatureLearner(Learner):
         rows: number of rows of text per step.
         ids: ``[D]`` int64, the tokens that the network can propose.
         train: training text.
-        held_out: held-out text. Scores are computed on at most :data:`WATCHED` of its rows, preferably rows that the target wrote.
+        held_out: held-out text. Its first :data:`WATCHED` rows are scored during training; rows that the target continued come first.
         outer: output matrices and embeddings of the network.
     """
 
@@ -240,18 +240,18 @@ class Acceptance:
 
 
 class AcceptanceSums:
-    """Computes an :class:`Acceptance` from groups of drafts, one place at a time. depth: number of tokens in a draft."""
+    """Computes an :class:`Acceptance` from groups of drafts, one draft token after the other. depth: number of tokens in a draft."""
 
     def __init__(self, depth: int) -> None:
         self._sums, self._drafts = torch.zeros(3, depth, dtype=torch.float64), 0
 
     def begin(self, whole: Tensor) -> None:
-        """Starts the next group of drafts. whole: ``[…]`` bool, whether all positions of a draft count. Only such drafts count."""
+        """Starts the next group of drafts. whole: ``[…]`` bool, whether all positions of a draft count; other drafts are left out."""
         self._drafts += int(whole.sum())
         self._place, self._whole, self._accepted = 0, whole, whole
 
     def add(self, scores: Tensor, right: Tensor, target: Tensor) -> None:
-        """Adds the results at the next place of every draft in the group. Called once per place, in order.
+        """Adds the results for the next token of every draft in the group. Called once per token, in order.
 
         Args:
             scores: ``[…, D]`` float32, the network's logits.

@@ -35,7 +35,7 @@ def train_medusa(
 
     Args:
         run: settings of the heads and of their training. Its fields are options of ``decoders train medusa``.
-        tree: whether to search a tree on the held-out text. Otherwise the heads are written with their present tree.
+        tree: whether to search a tree on the held-out text. Otherwise the tree of the heads is not changed.
         nodes: number of nodes in the searched tree.
         given: trained heads. Only their tree is searched and their figures are measured. None: new heads are trained.
 
@@ -112,8 +112,8 @@ class HeadsLearner(FeatureLearner):
         self.bias = bias if bias is None else bias.detach().float()
 
     def learn(self, step: int) -> Tensor:
-        """Adds the gradients of ``Σ_k decay^k · CE_k``, and returns the loss. ``CE_k`` is the cross entropy of head ``k`` against the
-        target's distribution. One head learns at a time, because the logits of all heads together are large.
+        """Computes the loss ``Σ_k decay^k · CE_k``, accumulates its gradients in the parameters' ``.grad``, and returns the loss.
+        ``CE_k`` is the cross entropy of head ``k`` against the target's distribution, computed head by head to save memory.
         """
         lesson, total = self.lesson(step)[1], torch.zeros((), device=self.ids.device)
         for k in range(self.training.heads):
@@ -150,13 +150,13 @@ class HeadsLearner(FeatureLearner):
         return torch.cat(parts)
 
     def _drafted(self, lesson: Lesson) -> Iterator[tuple[Tensor, slice]]:
-        """Yields each head's scores ``[B, S, V]`` float32, and the positions after which the drafted tokens come."""
+        """Yields each head's scores ``[B, S, V]`` float32, and the positions whose next tokens the head drafts."""
         slots = lesson.features.shape[1] - self.model.config.heads
         for k in range(self.model.config.heads):
             yield self._scores(k, lesson.features[:, :slots]).float(), slice(k + 1, k + 1 + slots)
 
     def _whole(self, lesson: Lesson) -> Tensor:
-        """The positions from which the drafts of all heads count, ``[B, S]`` bool."""
+        """Which of the ``S`` positions count: those from which the drafts of all heads count. ``[B, S]`` bool."""
         return lesson.counted[:, 1:].unfold(1, self.model.config.heads, 1).all(-1)
 
     def _scores(self, k: int, features: Tensor) -> Tensor:

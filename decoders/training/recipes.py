@@ -17,14 +17,14 @@ Origin = Literal["layers", "scratch"]
 
 
 def indices(layers: str) -> tuple[int, ...]:
-    """Parses ``"1,15,28"`` to numbers. Raises BadParameter: the text has another form."""
+    """Parses ``"1,15,28"`` to numbers. Raises BadParameter for a text of another form."""
     try:
         return tuple(int(layer) for layer in layers.split(","))
     except ValueError as error:
         raise BadParameter(f"layers must be numbers with commas between, such as 1,15,28, not {layers!r}") from error
 
 
-#: Seeds are multiplied for torch, which takes 64 bits.
+#: The bounds of a seed. Training multiplies seeds by a million, and torch takes 64 bits.
 SEEDS: dict[str, Any] = {"min": -(2**40), "max": 2**40}
 
 Tokens = Annotated[int, Option(min=1, help="Maximum number of training tokens.")]
@@ -80,7 +80,7 @@ class Recipe:
     seed: Annotated[int, Option(**SEEDS, help="Random seed of the initial weights and of the data order.")] = 0
 
     def check_room(self, strategy: str, drafted: int, cause: str) -> None:
-        """Raises SettingsError unless a row of text has room for drafts of `drafted` tokens. cause: the setting with that number."""
+        """Raises SettingsError unless a row of text has room for drafts of `drafted` tokens. cause: the setting that asks for them."""
         if drafted < 1 or self.length < drafted + 2:
             raise SettingsError(
                 f"{strategy}: for {cause}, length must be at least {drafted + 2} tokens, not {self.length}"
@@ -214,7 +214,7 @@ class BlockTraining(Recipe):
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """The indices of a low, a middle and a high layer. From 12 layers on this is EAGLE-3's choice, else one nearer to the top."""
+    """The indices of a low, a middle and a high layer. From 12 layers on, EAGLE-3's choice; else layers nearer to the top."""
     return (1, count // 2 - 1, count - 4) if count >= 12 else (count // 6, count // 2, count - 1)
 
 
@@ -251,9 +251,9 @@ class DraftTraining(Recipe):
         if self.origin not in ("layers", "scratch"):
             raise SettingsError(f"the origin of a draft model must be 'layers' or 'scratch', not {self.origin!r}")
         if self.keep is not None and (self.count is not None or self.origin == "scratch"):
-            raise SettingsError("keep names layers of the target: set origin='layers', and leave count out")
+            raise SettingsError("keep= lists layers of the target: set origin='layers', and leave out count=")
         if self.hidden is not None and self.origin == "layers":
-            raise SettingsError("hidden needs origin='scratch', because layers of the target keep their size")
+            raise SettingsError("hidden= needs origin='scratch', because layers of the target keep their size")
         if self.count is not None and self.count < 1:
             raise SettingsError(f"a draft model has 1 or more layers, not {self.count}")
 

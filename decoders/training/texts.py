@@ -33,9 +33,9 @@ ROWS = 32
 HELD_OUT_SHARE = 0.05
 #: If the target continues a row, this share of the row is the prompt.
 PROMPT_SHARE = 0.25
-#: Minimum number of held-out rows. There may be fewer test rows if their text is short.
+#: Minimum number of held-out rows. Test rows may be fewer if the test text is short.
 LEAST_ROWS = 4
-#: Names of the files in which a run stores its state. Data of users often has names such as train.json, which must not be among them.
+#: Names of the files in which a run stores its state. They must differ from usual names of users' data, such as train.json.
 OWN_FILES = re.compile(r"(checkpoint|train|held|test)\.(pt|partial|states|done)")
 Progress = Callable[[int], None]
 
@@ -46,7 +46,7 @@ class Texts:
 
     Attributes:
         ids: ``[W, T]`` int64.
-        own: ``[W]``, the first position of each row that the target wrote; T if it wrote none.
+        own: ``[W]``, for each row the index of the first token that the target wrote; ``T`` for a row from a file.
     """
 
     ids: Tensor
@@ -59,7 +59,7 @@ class Texts:
         return Texts(self.ids[first:last], self.own[first:last])
 
     def chosen(self, rows: Tensor) -> Texts:
-        """Some of the rows. rows: the rows' indices, or a bool for each row."""
+        """The selected rows. rows: their indices, or a bool for each row."""
         return Texts(self.ids[rows], self.own[rows])
 
     def kinds(self) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def rows_of_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], lengt
 def own_texts(
     model: PreTrainedModel, ids: Tensor, share: float, prompt: int, progress: Progress = lambda rows: None
 ) -> Texts:
-    """A copy of `ids`. The model continues a `share` of the rows, the first ones, greedily after their first `prompt` tokens."""
+    """A copy of `ids`. In the first rows, a `share` of all, the model's greedy text replaces all but the first `prompt` tokens."""
     ids, length = ids.clone(), ids.shape[1]
     own = torch.full((len(ids),), length)
     count = round(share * len(ids))

@@ -64,7 +64,7 @@ class Learner(ABC):
 
     @abstractmethod
     def learn(self, step: int) -> Tensor:
-        """Adds the gradients of one step to the model's parameters, and returns the loss, a scalar.
+        """Computes the loss of one step, accumulates its gradients in the parameters' ``.grad``, and returns the loss, a scalar.
 
         The data of a step depend only on the seed and on `step`, so that a resumed run equals a run without interruption.
         """
@@ -112,7 +112,7 @@ class Trainer:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is over: all steps are done, or `patience` checks have passed without a gain."""
+        """Whether the run is over: all steps are done, or `patience` checks have passed without a better score."""
         patience = self.run.patience
         return self.step >= self.run.steps or (patience is not None and self.checks_since_best >= patience)
 
@@ -120,7 +120,7 @@ class Trainer:
         self, name: str, checkpoint: Path, *, resume: bool = True, checkpoint_minutes: float = 1.0,
         console: Console | None = None, on_checkpoint: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Trains to the end and writes a final checkpoint. With `resume` it begins at the last checkpoint, if there is one.
+        """Trains to the end and writes a final checkpoint. With `resume`, training begins at the last checkpoint, if there is one.
 
         The first Ctrl-C ends the run after the current step and writes a checkpoint. The second Ctrl-C ends the run at once.
 
@@ -149,8 +149,8 @@ class Trainer:
                     on_checkpoint()
                     if interrupted.is_set():
                         raise KeyboardInterrupt(
-                            f"interrupted after step {step.done} of {self.run.steps}, which {checkpoint} holds: the same command goes "
-                            "on from there (--no-resume starts again; in Python, resume=)"
+                            f"interrupted after step {step.done} of {self.run.steps}, saved in {checkpoint}: the same command "
+                            "continues from there (--no-resume, or resume=False in Python, starts again)"
                         )
                     if console is not None:  # a log file cannot show the progress bar
                         console.log(f"{name}: step {step.done} of {self.run.steps}, loss {step.loss:.3f}")

@@ -206,7 +206,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--suite", "gsm8k", "--prompts", "code"), "give either --suite with --data, or --prompts"),
         (("--data", "question.jsonl"), "give either --suite with --data, or --prompts"),
         (("--suite", "gsm8k", "--shape", "llama-1b"), "prompts are random tokens"),
-        (("--acceptance", "0.8,0.9"), "none is larger than the one before"),
+        (("--acceptance", "0.8,0.9"), "none may be larger than the share before it"),
         (("--temperature", "0", "--top-k", "3"), "temperature 0 is greedy"),
         (("--dtype", "float23"), "float32"),
         (
@@ -273,8 +273,8 @@ def test_demo_writes_its_first_text_before_anything_compiles(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--json"], "--seconds 0 shows the first text only, and --json shows none"),
-        (["--no-live"], "and --no-live shows none: for the table, give --seconds more than 0"),
+        (["--json"], "--seconds 0 leaves out the table, and --json the first text"),
+        (["--no-live"], "and --no-live the first text, so nothing would be shown: give --seconds more than 0"),
         (["-s", "speculative"], "error: speculative: "),
     ],
 )

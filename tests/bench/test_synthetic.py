@@ -29,7 +29,7 @@ def test_one_number_is_that_of_every_token_and_several_are_shares_by_position() 
     )
     assert str(Synthetic.of("0.8")) == "synthetic[0.8]"  # as the user has typed it
     for text, said in [
-        ("0.8,0.9", "none is larger than the one before"),
+        ("0.8,0.9", "none may be larger than the share before it"),
         ("1.2", "between 0 and 1"),
         ("high", "not 'high'"),
     ]:

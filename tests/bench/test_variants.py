@@ -177,7 +177,7 @@ def test_accepted_lengths_compare_with_transformers_up_to_a_stop_token(tokenizer
 
 def test_memory_is_a_word_of_the_brackets() -> None:
     assert parse("suffix[memory=true,nodes=8]").loop == {"memory": True} and not parse("suffix").loop
-    with pytest.raises(SettingsError, match="memory is true or false, not 'warm'"):
+    with pytest.raises(SettingsError, match="memory must be true or false, not 'warm'"):
         parse("suffix[memory=warm]")
 
 
@@ -215,5 +215,5 @@ def test_variants_with_other_number_formats_stand_beside_the_models_own(tokenize
     engines = [vars(method.model)["generate"]._engine for method in methods]
     assert [engine.precision.weights for engine in engines] == [None, "int8", "int8"]
     assert [engine.precision.cache for engine in engines] == [None, None, "int8"]
-    with pytest.raises(SettingsError, match="weights is keep, 16bit, int8 or int4, not 'packed'"):
+    with pytest.raises(SettingsError, match="weights must be keep, 16bit, int8 or int4, not 'packed'"):
         parse("autoregressive[weights=packed]")

@@ -463,7 +463,7 @@ def test_a_draft_model_in_the_settings_needs_no_other(checkpoint: str) -> None:
     assert "uses no --assistant; leave one of them out" in both.stderr
     neither = run(*common, "speculative")
     assert neither.exit_code == 2
-    assert "strategy 'speculative' needs a draft model: --assistant" in neither.stderr
+    assert "strategy 'speculative' needs a draft model: name one with --assistant" in neither.stderr
     staged = run(
         *common, "staged", "--assistant", checkpoint, "--report", "--set", "stage=speculative", "--set", "passes=2",
         "--set", f"stage_config.draft_model={checkpoint}", "--set", "stage_config.length=2",

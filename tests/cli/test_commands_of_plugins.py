@@ -94,7 +94,7 @@ def test_a_plugin_has_groups_of_its_own_and_a_command_is_no_group() -> None:
     assert "weigh" in shown and "tare" in shown and "Say how much a model weighs" in shown
     registry().register(Plugin({"scales": weigh}), "balance")
     listed = {info["name"]: info for info in json.loads(run("plugins", "--json").stdout)}
-    assert "'scales' is a command, and no group" in listed["scales"]["error"]
+    assert "'scales' is a command, not a group" in listed["scales"]["error"]
 
 
 def test_a_name_that_two_plugins_claim_belongs_to_neither() -> None:

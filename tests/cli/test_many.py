@@ -169,7 +169,7 @@ def test_a_file_of_prompts_that_changes_meanwhile_is_no_success(
     prompts.write_text("a\nb\n")
     monkeypatch.setattr(Task, "lines", lambda task: iter([]))
     code, printed = run("--input", str(prompts), "--output", str(out))
-    assert code == 2 and "0 of 2 prompts that were left are completed" in " ".join(printed.split())
+    assert code == 2 and "0 of 2 prompts without completion are now completed" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("link", [False, True])

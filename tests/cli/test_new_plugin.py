@@ -44,7 +44,11 @@ def test_a_class_never_stands_in_the_place_of_another_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("My Idea", "not a name of a strategy"), ("medusa", "a strategy 'medusa' already"), ("there", "there already")],
+    [
+        ("My Idea", "not a name of a strategy"),
+        ("medusa", "already has a strategy 'medusa'"),
+        ("there", "there already"),
+    ],
 )
 def test_names_that_cannot_be_are_refused(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "decoders-there").mkdir()

@@ -54,7 +54,7 @@ def test_layers_may_differ_in_more_than_lists_say() -> None:
 
 
 def test_a_matrix_that_holds_something_of_every_layer_cannot_be_cut() -> None:
-    with pytest.raises(TrainingError, match="embed_tokens_per_layer.weight, .* have a part for each layer"):
+    with pytest.raises(TrainingError, match="embed_tokens_per_layer.weight, .* hold values for every layer"):
         cut(tiny_model("gemma4", num_kv_shared_layers=0), (0, 1))
 
 

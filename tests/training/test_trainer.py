@@ -94,7 +94,7 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_second_one_at_
         Trainer(Interrupted(2), run()).train("line", checkpoint)
     assert not stopped.value.args and not checkpoint.exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt, match=r"after step 3 of 10, which .*cut.pt holds: the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match=r"after step 3 of 10, saved in .*cut.pt: the same command continues"):
         Trainer(Interrupted(1), run()).train("line", checkpoint)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     rest = Line()
