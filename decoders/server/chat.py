@@ -32,8 +32,8 @@ def submitted(
         kind: prefix of the answer's id.
 
     Returns:
-        The request with its choices, the functions that may be called (None if there are none), and how thoughts are separated from
-        the answer (None if they are not).
+        The request with its choices, the functions that the model may call (None if there are none), and how thoughts (reasoning text)
+        are separated from the answer (None if they are not separated).
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
@@ -61,7 +61,7 @@ class Conversing(Answer):
 
     Attributes:
         calling: the functions that may be called; None if there are none.
-        reasoning: how thoughts are separated from the answer; None if they are not.
+        reasoning: how thoughts (reasoning text) are separated from the answer; None if they are not separated.
     """
 
     body: ChatBody

@@ -67,7 +67,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
     if isinstance(wanted, GrammarFormat):
         if (wanted.grammar is None) == (wanted.name is None):
             raise wrong(
-                "response_format", "give one: grammar, in Lark's notation, or name, of a grammar in the library"
+                "response_format", "set one field: grammar (rules in Lark's notation) or name (a library grammar)"
             )
         if wanted.grammar is not None:
             return Lark(wanted.grammar)
@@ -77,7 +77,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
 
 
 def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
-    """What an answer's grammar is compiled from: function calls or a response format; None for free text.
+    """The function calls or the response format from which an answer's grammar is compiled; None for free text.
 
     Raises:
         Refusal: see :meth:`Calling.of`.
@@ -98,7 +98,7 @@ class Calling:
         required: whether the answer must be a call; otherwise it may be text.
         several: whether the answer may contain more than one call.
         named: whether the request names one function, which must be called.
-        format: the response format (or its grammar) of an answer without calls; None: free text.
+        format: the response format or the grammar of an answer without calls; None: free text.
     """
 
     tools: tuple[Tool, ...]
@@ -148,7 +148,7 @@ class Calling:
         return self._calls.spec(text)
 
     def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> ParsedAnswer:
-        """Parses a growing answer and returns its text and its calls.
+        """Parses an answer, which may be incomplete, and returns its text and its calls.
 
         Args:
             ended: whether the answer is complete.
@@ -181,7 +181,7 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """The response format of an answer that may consist of calls instead; None: free text.
+    """The response format of an answer without calls, if the model may also answer with calls; None: free text.
 
     Raises:
         Refusal: no grammar can combine the format with calls.

@@ -1,4 +1,4 @@
-"""Converts function calls of earlier turns to a chat template's form: their arguments, ids, and the text and thoughts around them."""
+"""Converts function calls of earlier turns, and the messages that answer the calls, to the form that a chat template reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..prompts.templates import CallStyle
 from .refusals import wrong
 
-#: Separator of several thoughts that are joined to one thought, or several texts that are joined to one text.
+#: Separates thoughts that are joined to one thought, and texts that are joined to one text.
 JOINT = "\n\n"
 
 
@@ -125,7 +125,7 @@ class Links:
 
 
 def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with at most one call per message, followed by the answer to the call."""
+    """The conversation with a message for every call, each followed by the answer to the call."""
     split, place = list[dict[str, Any]](), 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -145,7 +145,7 @@ def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answers_as_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with tool messages as user messages. Consecutive tool messages become one user message."""
+    """The conversation with tool messages turned into user messages. Consecutive tool messages become one user message."""
     told = list[dict[str, Any]]()
     for role, group in groupby(messages, lambda message: message["role"]):
         if role == "tool":

@@ -270,7 +270,7 @@ def _string(item: dict[str, Any], name: str, place: str) -> str:
 
 
 def _content(content: Any, place: str, images: bool = False) -> str | list[dict[str, Any]]:
-    """The content of an item, which is a string or a list of parts: a text or, if there are images, parts in the form of chat requests.
+    """Converts an item's content, a string or a list of parts, to a text or, if there are images, to parts as in chat requests.
 
     Args:
         images: whether images are allowed.
