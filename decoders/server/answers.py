@@ -33,7 +33,7 @@ class TextToken:
     """A token of a generated text.
 
     Attributes:
-        data: the token's bytes. If a stop string begins within the token, only the bytes before the stop string.
+        data: the token's bytes or, if a stop string begins within the token, the token's bytes before the stop string.
         begin, end: the token's range of characters in the text. Two tokens may share a character.
         logprobs: log probabilities of the token and of the likeliest tokens.
     """
@@ -90,7 +90,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """The number of tokens to return now: up to the last token with shown text; without a stop string, all tokens once `ended`."""
+        """How many tokens to return now: those whose text has been shown and, once `ended` without a stop string, all others."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -98,7 +98,7 @@ class Growing:
         return len(self._tokens) if ended else max(whole, default=0)
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
-        """Returns `tokens`. If a stop string cut the text within the last token, the token's bytes are cut at the same place."""
+        """Returns `tokens`. If a stop string begins within the last token, the token's bytes are cut where the stop string begins."""
         length = len(self.text.shown)
         if not tokens or tokens[-1].end <= length:
             return tokens
@@ -250,7 +250,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def settled(answer: Answer) -> None:
-    """Waits until all choices of an answer have ended, and validates texts that need it. Raises the errors of the choices."""
+    """Waits until all choices of an answer have ended, and validates their texts where necessary. Raises the errors of the choices."""
     try:
         await asyncio.gather(*(choice.generation for choice in answer.job.choices))
         for choice in answer.job.choices:
@@ -312,7 +312,7 @@ class EventStream(StreamingResponse):
 
     Args:
         answer: the answer that is streamed.
-        on_end: called once the answer has ended, with its error or None. After an error it returns the refusal to send, or None.
+        on_end: called once the answer has ended, with its error or None; returns the refusal to send to the client, or None.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""The fields of requests: OpenAI's and this server's own. A request with any other field is refused."""
+"""Defines the fields of requests, OpenAI's and this server's own. A request with any other field is refused."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ class ChatBody(Body):
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
-    def heavy(self) -> bool:  # an image of two kilobytes may have millions of pixels
+    def heavy(self) -> bool:  # a small image file may have millions of pixels to prepare
         lists = (message.content for message in self.messages if isinstance(message.content, list))
         return any(part.get("type") == "image_url" for parts in lists for part in parts)
 

@@ -41,7 +41,7 @@ class ClientSettings:
                 name, limits = _read(text)
                 self.named[name] = limits
         if "none" in given and len(given) > 1:
-            raise SettingsError("--client-settings none lets clients set nothing: leave out its other values")
+            raise SettingsError("--client-settings none lets clients set nothing: give no other values with it")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
         """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that has a value outside of
@@ -79,7 +79,7 @@ class ClientSettings:
 
 
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
-    """Yields, for each strategy that has settings in `config`: its class, its settings, and the place of the settings in the body."""
+    """Yields, for each strategy that has settings in `config`: its class, its settings, and the field of the body with the settings."""
     names = [name.strip() for name in strategy.split("+")]
     if len(names) == 1:
         yield registry().strategy(names[0]), config, "strategy_config"

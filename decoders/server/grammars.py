@@ -1,6 +1,6 @@
 """Makes the grammar of an answer from a request's ``response_format`` and tools, and parses function calls in the answer's text.
 
-Files that a client names are never read.
+The server reads no files that a request names.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Calling:
             known: see :meth:`FunctionCalls.read`.
         """
         written = self._calls.read(text, ended, known)
-        # With a response format, an answer with both text and calls is text.
+        # An answer in a response format contains no calls, so what looks like a call beside other text belongs to the text.
         if self.format is not None and written.text.strip() and written.calls:
             return replace(written, text=text, calls=())
         return written

@@ -17,7 +17,7 @@ JOINT = "\n\n"
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
     """Parses a call in an assistant's message. Returns the function's name, the arguments, the arguments' JSON text (None if they were
-    given as an object), and the call's id. place, number: the message's and the call's index, for errors.
+    given as an object), and the call's id. place, number: indices of message and call, for errors.
 
     Imperfect calls that a model wrote are accepted: truncated arguments lose their incomplete last member, numbers too large for
     JSON parsers are clamped, and lone surrogates are replaced.
@@ -99,8 +99,8 @@ class Links:
 
     def __init__(self, style: CallStyle) -> None:
         self.style = style
-        self._own = dict[str, str]()  # the template's ids by the given ids
-        self._names = dict[str, str]()  # names of the called functions, by the template's ids
+        self._own = dict[str, str]()  # maps given ids of calls to ids in the template's form
+        self._names = dict[str, str]()  # maps ids in the template's form to names of functions
         self._waiting = dict[str, None]()  # calls without an answer
 
     def called(self, name: str, id: Any) -> str:

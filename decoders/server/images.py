@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Limits of a request: number of images, and pixels of all images together, since a small file may hold very many pixels.
 MOST, PIXELS = 16, 1 << 24
-#: The code of the refusals.
+#: Error code for refused images.
 INVALID = "invalid_image"
 #: Formats that are decoded.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

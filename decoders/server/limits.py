@@ -22,7 +22,7 @@ CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
 #: While requests are decoded, answers without new tokens (see :class:`Pace`) may take the share IDLE_SHARE of the server's time. They
 #: are delayed once they have taken BURST seconds more than this share.
 IDLE_SHARE, BURST = 0.1, 0.02
-#: Longest delays in seconds. LONGEST_LOOK: of answers to GET requests. LONGEST_HOLD: of refusals and of answers to large bodies.
+#: Longest delays in seconds: LONGEST_LOOK for answers to GET requests, LONGEST_HOLD for refusals and for answers to large bodies.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at once.
 BODIES = 64
@@ -265,7 +265,7 @@ class Gate:
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
     """The names by which clients may address a server at `host`; None for any name.
 
-    On a loopback address, these are the loopback names and `more`. Elsewhere they are `host` and `more`; any name if `more` is empty.
+    For a loopback address: the loopback names and `more`. For another address: `host` and `more`, or any name if `more` is empty.
     """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))

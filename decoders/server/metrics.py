@@ -20,7 +20,7 @@ class Metrics:
     """The metrics of a server.
 
     Args:
-        pool: the schedulers whose queue lengths and used rows are reported.
+        pool: the schedulers whose waiting and running requests are counted.
         rows: greatest number of requests that one scheduler decodes at once.
         model: the model's name.
     """

@@ -49,7 +49,7 @@ class Reasoning:
     def of(
         body: ChatBody, conversations: Conversations, prompt: list[int], spelling: Spelling, most: int
     ) -> Reasoning | None:
-        """How to separate the thoughts in the answer to a request; None if no markers are known, or if the prompt ends the thought.
+        """How to separate the thoughts in the answer to a request; None if no markers are known, or if the prompt ended the thought.
 
         Args:
             most: greatest number of new tokens. If the template does not use the requested reasoning effort, the thought may take a

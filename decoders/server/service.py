@@ -158,7 +158,7 @@ class Service:
         return _workshop(vocabulary, type(backend), seconds)
 
     async def validate(self, job: Job, choice: Choice) -> None:
-        """Validates an ended choice's text if it is a complete text of its grammar. Stores the broken rule in `choice.invalid`."""
+        """Validates the text of an ended choice if the grammar's end was reached. Stores the broken rule in `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
@@ -182,7 +182,7 @@ class Service:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """A context in which one more slow request (:meth:`takes_long`) waits or is prepared. Called in the event loop.
+        """A context that counts a slow request (:meth:`takes_long`) while it waits and is prepared. Called in the event loop.
 
         Raises:
             QueueFull: the greatest allowed number of slow requests already waits.
@@ -201,7 +201,7 @@ class Service:
 
     def check_length(self, text: str) -> None:
         """Raises Refusal if `text` has too many characters for a prompt, however they are tokenized. This check tokenizes nothing."""
-        with suppress(UnsupportedError):  # the tokens' bytes are unknown
+        with suppress(UnsupportedError):  # the tokens' bytes are unknown: no text is refused here
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
                 raise self.limits.too_long(f"more than {least}", self.slots)
