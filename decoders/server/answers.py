@@ -44,7 +44,7 @@ class TextToken:
     logprobs: TokenLogprobs
 
 
-class Growing:
+class GrowingChoice:
     """A choice (one text of an answer) that is being decoded, with its text so far.
 
     Attributes:
@@ -129,9 +129,9 @@ class Answer(ABC):
         self.tokenizer = service.tokenizer
         self._spelling = service.spelling if body.listed is not None else None
 
-    def growing(self, choice: Choice) -> Growing:
-        """A new :class:`Growing` for `choice`."""
-        return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
+    def growing(self, choice: Choice) -> GrowingChoice:
+        """A new :class:`GrowingChoice` for `choice`."""
+        return GrowingChoice(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Answer(ABC):
         """The encoded server-sent events to send before any text."""
 
     @abstractmethod
-    def next_events(self, growing: Growing, ended: bool) -> bytes:
+    def next_events(self, growing: GrowingChoice, ended: bool) -> bytes:
         """The encoded events for the new text of a choice; empty if there is no new text. ended: whether the choice has ended."""
 
     @abstractmethod
@@ -192,7 +192,7 @@ class ChoicesAnswer(Answer):
         """The chunks to send before a choice's text: a list of one chunk, or empty."""
 
     @abstractmethod
-    def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
+    def pieces(self, growing: GrowingChoice, ended: bool) -> list[dict[str, Any]]:
         """The chunks for new text of a choice. If the choice has `ended`, the last chunk contains the ``finish_reason``."""
 
     def whole(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class ChoicesAnswer(Answer):
     def first_events(self) -> bytes:
         return self._events([part for choice in self.job.choices for part in self.opening(choice)])
 
-    def next_events(self, growing: Growing, ended: bool) -> bytes:
+    def next_events(self, growing: GrowingChoice, ended: bool) -> bytes:
         return self._events(self.pieces(growing, ended))
 
     def last_events(self) -> bytes:
@@ -269,7 +269,7 @@ def event(content: dict[str, Any], name: str | None = None) -> bytes:
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
     """Yields an answer's encoded events while its choices are decoded, and keep-alive comments. Raises the errors of the choices."""
     news, choices = asyncio.Event(), answer.job.choices
-    growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
+    growing: dict[int, GrowingChoice] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time
     sent = clock()
     try:

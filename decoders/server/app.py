@@ -23,13 +23,13 @@ from starlette.requests import ClientDisconnect
 from ..errors import DeadlineError, suggest
 from . import chat, completions, responses
 from .answers import Answer, EventStream, settled, while_connected
-from .bodies import Asked, Body, ChatBody, CompletionBody
+from .bodies import BaseBody, Body, ChatBody, CompletionBody
 from .limits import CLIENT, SPENT, TOKENS, Arrival, Gate, Scope
 from .refusals import Refusal, client_gone, parsed
 from .response_bodies import ResponseBody
 from .service import LARGE, Service
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=BaseBody)
 B = TypeVar("B", bound=Body)
 _READ = ["GET", "HEAD"]
 _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses")

@@ -143,7 +143,7 @@ Format = Annotated[
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Asked(Part):
+class BaseBody(Part):
     """The fields that all routes accept. Values of sampling fields that a body leaves out come from the model's generation config.
 
     Attributes:
@@ -195,7 +195,7 @@ class Asked(Part):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class Body(Asked):
+class Body(BaseBody):
     """The fields that completions and chat have in common."""
 
     stream_options: StreamOptions | None = None

@@ -13,7 +13,7 @@ from itertools import compress
 from typing import Any
 
 from ..errors import shortened
-from .answers import Growing, TextToken, event
+from .answers import GrowingChoice, TextToken, event
 from .chat import Conversing, submitted
 from .limits import Arrival
 from .refusals import Refusal, wrong
@@ -154,7 +154,7 @@ class Response(Conversing):
             self._event(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")
         )
 
-    def next_events(self, growing: Growing, ended: bool) -> bytes:
+    def next_events(self, growing: GrowingChoice, ended: bool) -> bytes:
         turn = self.turn(growing)
         pieces, spans, tokens = turn.read(ended)
         self._spans += spans if self.body.drafted else ()
@@ -196,7 +196,7 @@ class Response(Conversing):
         self._logprobs += entries
         return entries
 
-    def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
+    def _grow(self, piece: Piece, growing: GrowingChoice, ended: bool) -> bytes:
         """Adds a piece to the growing item or to a new item, and returns the encoded events for the change."""
         content = b""
         if self._open != (piece.kind, piece.number):
@@ -216,7 +216,7 @@ class Response(Conversing):
             return content
         return content + self._event(f"{name}.delta", **place, delta=piece.text, **more)
 
-    def _begin(self, piece: Piece, growing: Growing) -> bytes:
+    def _begin(self, piece: Piece, growing: GrowingChoice) -> bytes:
         self._open, part, own = (piece.kind, piece.number), dict[str, Any](), secrets.token_hex(12)
         match piece.kind:
             case "arguments":

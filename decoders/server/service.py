@@ -22,7 +22,7 @@ from ..enabling import OwnDefaults, compiles_grammars_with, enable
 from ..errors import QueueFull, UnsupportedError, amount, shortened
 from ..registry import resolve_strategy
 from .arguments import Stops, callbacks, sampling, wrapped
-from .bodies import Asked, Body
+from .bodies import BaseBody, Body
 from .client_settings import ClientSettings
 from .grammars import wanted_of
 from .limits import LONGEST_HOLD, Arrival, Limits, Pace, digest
@@ -135,7 +135,7 @@ class Service:
             self.workshop.begin()
         _ = self.offered.names
 
-    def check(self, body: Asked) -> None:
+    def check(self, body: BaseBody) -> None:
         """Raises Refusal if a body names another model, or if the server is shutting down."""
         if self.draining:
             raise self.shutting_down()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..constraints import Call
-from .answers import Growing, TextToken, joined
+from .answers import GrowingChoice, TextToken, joined
 from .grammars import Calling
 from .histories import JOINT
 from .reasoning import Reasoning, TurnPart
@@ -61,7 +61,7 @@ class Turn:
         places: begin and end of each text within the turn's whole text, by index of the part.
     """
 
-    def __init__(self, growing: Growing, reasoning: Reasoning | None, calling: Calling | None) -> None:
+    def __init__(self, growing: GrowingChoice, reasoning: Reasoning | None, calling: Calling | None) -> None:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
         self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
         self.places, self._written = dict[int, tuple[int, int]](), ""
