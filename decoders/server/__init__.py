@@ -1,1 +1,1 @@
-"""An HTTP server with OpenAI's routes on top of schedulers: ``decoders serve``. Needs the extra ``serve``."""
+"""The HTTP server of ``decoders serve``, with OpenAI's routes. Needs the dependencies of the package's extra ``serve``."""

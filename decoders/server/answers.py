@@ -33,7 +33,7 @@ class TextToken:
     """A token of a generated text.
 
     Attributes:
-        data: the token's bytes. If a stop string begins within the token, the bytes of the stop string are cut off.
+        data: the token's bytes or, if a stop string begins within the token, the token's bytes before the stop string.
         begin, end: the token's range of characters in the text. Two tokens may share a character.
         logprobs: log probabilities of the token and of the likeliest tokens.
     """
@@ -44,11 +44,11 @@ class TextToken:
     logprobs: TokenLogprobs
 
 
-class Growing:
-    """A choice (one text of an answer) while it is decoded, with its text so far.
+class GrowingChoice:
+    """A choice (one text of an answer) that is being decoded, with its text so far.
 
     Attributes:
-        choice: the choice and its tokens.
+        choice: the choice, which holds the tokens.
         text: converts the choice's tokens to text.
         seen: number of the choice's tokens that :meth:`read` has processed.
     """
@@ -59,12 +59,13 @@ class Growing:
     ) -> None:  # fmt: skip
         self.choice, self.text, self.seen = choice, ChoiceText(tokenizer, stops, choice.prompt, special), 0
         self._spelling = spelling
-        # Tokens that `read` has not returned yet, and the number of the choice's tokens whose place in the text is known.
+        # _tokens: tokens that `read` has not returned yet. _settled: number of the choice's tokens that `_new_tokens` has processed.
         self._tokens, self._settled = list[TextToken](), 0
 
     def read(self, ended: bool = False) -> tuple[list[Span], list[TextToken]]:
-        """The new text that may be sent as spans (pieces of text, one per token), and the text's tokens. There are no tokens if
-        log probabilities were not requested. ended: whether the choice has ended, so that no text is held back.
+        """Returns the new text that may be sent to the client, as spans (pieces of text, one per token), and the tokens of this text.
+        The list of tokens is empty if log probabilities were not requested. ended: whether the choice has ended, so that no text is
+        held back.
         """
         generation = self.choice.generation
         tokens, begin = generation.tokens, self.seen
@@ -89,7 +90,7 @@ class Growing:
         return tokens
 
     def _count(self, ended: bool) -> int:
-        """How many of the tokens in `_tokens` to return now: only tokens with text that has been shown."""
+        """How many tokens to return now: those whose text has been shown and, once `ended` without a stop string, all others."""
         text, length = self.text, len(self.text.shown)
         if text.stopped:
             return sum(token.begin < length for token in self._tokens)
@@ -97,19 +98,19 @@ class Growing:
         return len(self._tokens) if ended else max(whole, default=0)
 
     def _cut(self, tokens: list[TextToken]) -> list[TextToken]:
-        """Returns `tokens`, with the bytes of the last token cut at the end of the shown text."""
+        """Returns `tokens`. If a stop string begins within the last token, the token's bytes are cut where the stop string begins."""
         length = len(self.text.shown)
         if not tokens or tokens[-1].end <= length:
             return tokens
         *others, last = tokens
         kept = self.text.written[last.begin : length].encode()
-        # The token may hold the last bytes of a character that earlier tokens began.
+        # The token's bytes may begin in the middle of a character, whose first bytes are in earlier tokens.
         sizes = (size for size in range(len(last.data), 0, -1) if kept.endswith(last.data[:size]))
         return [*others, replace(last, data=last.data[: next(sizes, len(last.data))])]
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's ``finish_reason``: "length" if the greatest number of tokens ended the text, else "stop"."""
+        """OpenAI's ``finish_reason``: "length" if the text reached its greatest number of tokens, else "stop"."""
         return "length" if self.choice.stopped_by_length and not self.text.stopped else "stop"
 
 
@@ -118,7 +119,7 @@ class Answer(ABC):
 
     Attributes:
         job: the client's request.
-        special: special tokens whose names are written into the text, because markers of thoughts or function calls contain them.
+        special: ids of special tokens whose names are written into the text: markers of thoughts or function calls contain these names.
     """
 
     special: frozenset[int] = frozenset()
@@ -128,9 +129,9 @@ class Answer(ABC):
         self.tokenizer = service.tokenizer
         self._spelling = service.spelling if body.listed is not None else None
 
-    def growing(self, choice: Choice) -> Growing:
-        """A new :class:`Growing` for `choice`."""
-        return Growing(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
+    def growing(self, choice: Choice) -> GrowingChoice:
+        """A new :class:`GrowingChoice` for `choice`."""
+        return GrowingChoice(choice, self.tokenizer, self.job.stops, self._spelling, self.special)
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class Answer(ABC):
         """The encoded server-sent events to send before any text."""
 
     @abstractmethod
-    def next_events(self, growing: Growing, ended: bool) -> bytes:
+    def next_events(self, growing: GrowingChoice, ended: bool) -> bytes:
         """The encoded events for the new text of a choice; empty if there is no new text. ended: whether the choice has ended."""
 
     @abstractmethod
@@ -153,19 +154,19 @@ class Answer(ABC):
         return event(refusal.body)
 
     def usage(self) -> dict[str, Any]:
-        """The field ``usage``: numbers of prompt tokens, new tokens and draft tokens, and further figures."""
+        """The field ``usage``: OpenAI's numbers of prompt tokens and new tokens, and this package's figures under ``decoders``."""
         return self.job.usage()
 
     def warnings(self, choice: Choice) -> dict[str, Any]:
-        """``{"warnings": […]}`` for a choice that has ended: the rules that its grammar could not enforce, and the rule that its text
-        breaks. An empty dict if there are no warnings.
+        """``{"warnings": […]}`` for a choice that has ended: the rules that its grammar could not enforce, and a message if its text
+        breaks such a rule. An empty dict if there are no warnings.
         """
         said = [*choice.use.left_out] if choice.use else []
         said += [choice.invalid] if choice.invalid is not None else []
         return {"warnings": said} if said else {}
 
     def details(self, spans: Sequence[Span]) -> dict[str, Any]:
-        """``{"decoders": …}``, each span's text and whether its token was drafted; an empty dict unless the body sets ``drafted``."""
+        """``{"decoders": …}`` with the text of each span, and whether its token was drafted. Empty unless the body sets ``drafted``."""
         if not self.body.drafted:
             return {}
         return {"decoders": {"tokens": [{"text": span.text, "drafted": span.drafted} for span in spans]}}
@@ -175,8 +176,8 @@ class ChoicesAnswer(Answer):
     """An answer whose JSON object has OpenAI's list ``choices``. A stream consists of chunks: objects of the same form with new text.
 
     Attributes:
-        kind: the field ``object`` of the whole answer.
-        chunk_kind: the field ``object`` of a chunk.
+        kind: value of the field ``object`` in a whole answer.
+        chunk_kind: value of the field ``object`` in a chunk.
     """
 
     kind: str
@@ -191,7 +192,7 @@ class ChoicesAnswer(Answer):
         """The chunks to send before a choice's text: a list of one chunk, or empty."""
 
     @abstractmethod
-    def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
+    def pieces(self, growing: GrowingChoice, ended: bool) -> list[dict[str, Any]]:
         """The chunks for new text of a choice. If the choice has `ended`, the last chunk contains the ``finish_reason``."""
 
     def whole(self) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class ChoicesAnswer(Answer):
     def first_events(self) -> bytes:
         return self._events([part for choice in self.job.choices for part in self.opening(choice)])
 
-    def next_events(self, growing: Growing, ended: bool) -> bytes:
+    def next_events(self, growing: GrowingChoice, ended: bool) -> bytes:
         return self._events(self.pieces(growing, ended))
 
     def last_events(self) -> bytes:
@@ -249,26 +250,26 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def settled(answer: Answer) -> None:
-    """Waits until every choice of an answer has ended and is validated. Raises the errors of the choices."""
+    """Waits until all choices of an answer have ended, and validates their texts where necessary. Raises the errors of the choices."""
     try:
         await asyncio.gather(*(choice.generation for choice in answer.job.choices))
         for choice in answer.job.choices:
-            if choice.judged:
-                await answer.service.judge(answer.job, choice)
+            if choice.needs_validation:
+                await answer.service.validate(answer.job, choice)
     finally:
         answer.job.cancel()
 
 
 def event(content: dict[str, Any], name: str | None = None) -> bytes:
-    """The encoded server-sent event with `content` as JSON. name: the event's type; None for no type."""
+    """The encoded server-sent event whose data is `content` as JSON. name: the event's type; None for an event without a type."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def events(answer: Answer) -> AsyncGenerator[bytes]:
-    """Yields the encoded events of an answer while its choices are decoded, and comments in pauses. Raises the choices' errors."""
+    """Yields an answer's encoded events while its choices are decoded, and keep-alive comments. Raises the errors of the choices."""
     news, choices = asyncio.Event(), answer.job.choices
-    growing: dict[int, Growing] = {choice.index: answer.growing(choice) for choice in choices}
+    growing: dict[int, GrowingChoice] = {choice.index: answer.growing(choice) for choice in choices}
     running, clock = list(choices), asyncio.get_running_loop().time
     sent = clock()
     try:
@@ -286,8 +287,8 @@ async def events(answer: Answer) -> AsyncGenerator[bytes]:
                     if ended:
                         running.remove(choice)
                         await choice.generation  # raises the request's error
-                        if choice.judged:
-                            await answer.service.judge(answer.job, choice)
+                        if choice.needs_validation:
+                            await answer.service.validate(answer.job, choice)
                     content += answer.next_events(growing[choice.index], ended)
                 if content:
                     sent = clock()
@@ -311,7 +312,7 @@ class EventStream(StreamingResponse):
 
     Args:
         answer: the answer that is streamed.
-        on_end: called once the answer has ended, with its error or None. Returns the refusal to send to the client, or None.
+        on_end: called once the answer has ended, with its error or None; returns the refusal to send to the client, or None.
     """
 
     media_type = "text/event-stream"

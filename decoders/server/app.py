@@ -23,13 +23,13 @@ from starlette.requests import ClientDisconnect
 from ..errors import DeadlineError, suggest
 from . import chat, completions, responses
 from .answers import Answer, EventStream, settled, while_connected
-from .bodies import Asked, Body, ChatBody, CompletionBody
+from .bodies import BaseBody, Body, ChatBody, CompletionBody
 from .limits import CLIENT, SPENT, TOKENS, Arrival, Gate, Scope
 from .refusals import Refusal, client_gone, parsed
 from .response_bodies import ResponseBody
 from .service import LARGE, Service
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=BaseBody)
 B = TypeVar("B", bound=Body)
 _READ = ["GET", "HEAD"]
 _ROUTES = ("/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses")
@@ -63,7 +63,7 @@ def make_app(service: Service, keys: str | Collection[str] | None = None, hosts:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        # A few hundred lines, which is short enough for the event loop.
+        # Formatting the metrics, a few hundred lines, takes too little time to need a thread.
         content = generate_latest(service.metrics.registry)
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -128,10 +128,10 @@ async def _answered(
     service: Service, request: Request, kind: type[A], start: Callable[[Service, B, Arrival], Answer],
     converted: Callable[[A, Arrival], B] | None = None,
 ) -> Response:  # fmt: skip
-    """Reads a request's body, submits its choices to the scheduler, and returns the response: the whole answer, a stream, or an error.
+    """Reads a request's body, submits its choices (the texts to generate), and returns the response: an answer, a stream, or an error.
 
     Args:
-        kind: class of the parsed body.
+        kind: class to which the body is parsed.
         start: submits the choices and returns the answer.
         converted: converts the parsed body to the body that `start` takes; None if `start` takes the parsed body.
     """
@@ -192,7 +192,7 @@ async def _answered(
 async def _prepared(
     service: Service, request: Request, arrival: Arrival, pool: ThreadPoolExecutor, seconds: float, work: Callable[[], Any]
 ) -> Any:  # fmt: skip
-    """Runs `work` in a thread of `pool` and returns its result. Adds the thread's seconds to :data:`SPENT` of `request`.
+    """Runs `work` in a thread of `pool` and returns its result. Adds the processor seconds of `work` to ``request.scope[SPENT]``.
 
     Raises:
         Refusal: the client disconnected before `work` ended. CancelledError: the server cancelled its requests to shut down.
@@ -208,7 +208,7 @@ async def _prepared(
             request.scope[SPENT] = request.scope.get(SPENT, 0.0) + time.thread_time() - started
 
     def dropped(late: asyncio.Future[Any]) -> None:
-        """Cancels the choices of the answer (the result of `late`) if `work` returns one after the wait has ended."""
+        """Cancels the choices of an answer that `work` returns after the wait has ended. late: the future of `work`."""
         if not late.cancelled() and late.exception() is None and isinstance(answer := late.result(), Answer):
             answer.job.cancel()
 
@@ -220,7 +220,7 @@ async def _prepared(
     try:
         async with asyncio.timeout(max(arrival.left(seconds), 0)):
             return await while_connected(request.receive, worked())
-    except DeadlineError:  # a TimeoutError, too; `work` has named its own limit
+    except DeadlineError:  # a subclass of TimeoutError, whose message already names the limit
         raise
     except TimeoutError as error:
         raise arrival.late(seconds) from error

@@ -60,7 +60,7 @@ class Stops:
 
 
 def named_tokens(special: Mapping[str, int], texts: Iterable[str]) -> frozenset[int]:
-    """The ids of special tokens with a full name that occurs in one of the `texts`. special: token ids by name."""
+    """The ids of special tokens whose full name occurs in one of the `texts`. special: token ids by name."""
     texts = tuple(texts)
     return frozenset(token for name, token in special.items() if name and any(name in text for text in texts))
 
@@ -96,7 +96,7 @@ def wrapped(seed: int) -> int:
 class StopStrings(StoppingCriteria):
     """Ends the text of one row as soon as the new text contains a stop string.
 
-    transformers' own criterion also finds strings that begin in the prompt. For every new list of strings it analyses the vocabulary,
+    transformers' own criterion also finds strings that begin in the prompt, and analyses the vocabulary for every new list of strings,
     which takes seconds if the vocabulary is large.
 
     Args:

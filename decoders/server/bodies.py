@@ -1,4 +1,4 @@
-"""The fields of requests: OpenAI's and this server's own. A request with any other field is refused."""
+"""Defines the fields of requests, OpenAI's and this server's own. A request with any other field is refused."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ INSTEAD = {
     "max_new_tokens": "it is called max_tokens here",
     "stop_strings": "it is called stop here",
 }
-#: Maps a reasoning effort to the fraction of the new tokens that a thought (reasoning text) may take; None for no limit.
+#: Maps a reasoning effort to the share of the allowed new tokens that a thought (reasoning text) may take; None for no limit.
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": None, "max": None}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-#: Refused fields that are accepted with this value, because it has no effect. A ``best_of`` equal to ``n`` is accepted, too.
+#: Maps a refused field to the value with which it is accepted, because the value has no effect. ``best_of`` may also equal ``n``.
 NO_OPS = {"suffix": "", "modalities": ["text"], "verbosity": "medium"}
 #: Maps a field to a description of what it may contain, for error messages.
 SHAPES = {
@@ -47,7 +47,7 @@ SHAPES = {
 
 #: Greatest number of fields of an object in a body. An object with more fields is refused before its fields are validated.
 MOST_FIELDS = 200
-#: Greatest number of messages or items of a conversation in a body. Validating a megabyte of them would take long.
+#: Greatest number of messages or items of a conversation in a body. Validating a megabyte of messages would take long.
 MOST_MESSAGES = 10_000
 T = TypeVar("T")
 #: A list that is validated up to its first wrong item only: reporting a megabyte of wrong items would take seconds.
@@ -122,7 +122,7 @@ class RegexFormat(Part):
 
 
 class GrammarFormat(Part):
-    """Text that a grammar allows: ``grammar``, in Lark's notation, or the grammar of this package called ``name``."""
+    """Text that a grammar allows: either rules in Lark's notation (``grammar``), or a grammar of the package's library (``name``)."""
 
     type: Literal["grammar"]
     grammar: str | None = None
@@ -143,11 +143,11 @@ Format = Annotated[
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Asked(Part):
+class BaseBody(Part):
     """The fields that all routes accept. Values of sampling fields that a body leaves out come from the model's generation config.
 
     Attributes:
-        names: maps the field names in refusals to this route's names, for fields whose names differ.
+        names: maps names of fields in error messages to the names in this route, such as ``prompt`` to ``messages`` in chats.
     """
 
     instead: ClassVar[dict[str, str]] = INSTEAD
@@ -195,7 +195,7 @@ class Asked(Part):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class Body(Asked):
+class Body(BaseBody):
     """The fields that completions and chat have in common."""
 
     stream_options: StreamOptions | None = None
@@ -332,7 +332,7 @@ class ChatBody(Body):
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
-    def heavy(self) -> bool:  # an image of two kilobytes may have millions of pixels
+    def heavy(self) -> bool:  # a small image file may have millions of pixels to prepare
         lists = (message.content for message in self.messages if isinstance(message.content, list))
         return any(part.get("type") == "image_url" for parts in lists for part in parts)
 

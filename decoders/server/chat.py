@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import Answer, ChoicesAnswer, Growing, TextToken
+from .answers import Answer, ChoicesAnswer, GrowingChoice, TextToken
 from .arguments import named_tokens
 from .bodies import ChatBody
 from .grammars import Calling, wanted_of
@@ -32,8 +32,8 @@ def submitted(
         kind: prefix of the answer's id.
 
     Returns:
-        The request with its choices, the functions that may be called (None if there are none), and how thoughts are separated from
-        the answer (None if they are not).
+        The request with its choices, the functions that the model may call (None if there are none), and how thoughts (reasoning text)
+        are separated from the answer (None if they are not separated).
 
     Raises:
         Refusal, and the errors of :meth:`decoders.Scheduler.submit`.
@@ -61,7 +61,7 @@ class Conversing(Answer):
 
     Attributes:
         calling: the functions that may be called; None if there are none.
-        reasoning: how thoughts are separated from the answer; None if they are not.
+        reasoning: how thoughts (reasoning text) are separated from the answer; None if they are not separated.
     """
 
     body: ChatBody
@@ -77,7 +77,7 @@ class Conversing(Answer):
         self.special = named_tokens(service.conversations.special, texts)
         self._turns: dict[int, Turn] = {}
 
-    def turn(self, growing: Growing) -> Turn:
+    def turn(self, growing: GrowingChoice) -> Turn:
         """The :class:`Turn` that parses the text of a choice. Every call for the choice returns the same object."""
         return self._turns.setdefault(growing.choice.index, Turn(growing, self.reasoning, self.calling))
 
@@ -120,7 +120,7 @@ class Chat(Conversing, ChoicesAnswer):
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         return [self._chunk(choice, {"role": "assistant", "content": ""})]
 
-    def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
+    def pieces(self, growing: GrowingChoice, ended: bool) -> list[dict[str, Any]]:
         choice, turn = growing.choice, self.turn(growing)
         pieces, spans, tokens = turn.read(ended)
         chunks = [self._chunk(choice, self._delta(turn, piece)) for piece in pieces]

@@ -17,7 +17,7 @@ from ..strategies.merged import Merged
 from ..strategy import Strategy
 from .refusals import Refusal, wrong
 
-#: Settings that name files or models, or hold settings of other strategies that may do so. Clients can never set them.
+#: Settings that name files or models, or contain other strategies' settings, which may name files. Clients can never set them.
 OPERATORS = ("draft_model", "heads", "head", "table", "config", "stage_config")
 
 
@@ -25,9 +25,9 @@ class ClientSettings:
     """The strategies' settings that clients may set, according to the option ``--client-settings``.
 
     Args:
-        given: ``"bounded"``: every setting that is a switch, a choice from a list, or a number with a minimum and a maximum;
-            ``"none"``: no setting; ``"suffix.remember"``: strategy ``suffix``'s setting ``remember``; ``"suffix.remember=0..100000"``:
-            the same within these bounds.
+        given: ``"bounded"`` allows every setting that is a switch, a choice from a list, or a number with a minimum and a maximum.
+            ``"none"`` allows no setting. ``"suffix.remember"`` allows the setting ``remember`` of the strategy ``suffix``, and
+            ``"suffix.remember=0..100000"`` only its values from 0 to 100000.
 
     Raises:
         SettingsError: a text in `given` has another form, or names a setting that does not exist or that only the operator may set.
@@ -41,7 +41,7 @@ class ClientSettings:
                 name, limits = _read(text)
                 self.named[name] = limits
         if "none" in given and len(given) > 1:
-            raise SettingsError("--client-settings none lets clients set nothing: leave the others out")
+            raise SettingsError("--client-settings none lets clients set nothing: give no other values with it")
 
     def check(self, strategy: str, config: Mapping[str, Any]) -> None:
         """Raises Refusal for a setting in `config` that does not exist, that only the operator may set, or that has a value outside of
@@ -79,7 +79,7 @@ class ClientSettings:
 
 
 def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Strategy], Mapping[str, Any], str]]:
-    """Yields, for each strategy that has settings in `config`: its class, its settings, and the place of the settings in the body."""
+    """Yields, for each strategy that has settings in `config`: its class, its settings, and the field of the body with the settings."""
     names = [name.strip() for name in strategy.split("+")]
     if len(names) == 1:
         yield registry().strategy(names[0]), config, "strategy_config"
@@ -92,7 +92,7 @@ def _parts(strategy: str, config: Mapping[str, Any]) -> Iterator[tuple[type[Stra
 
 
 def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
-    """Parses ``"suffix.remember=0..100000"``. Returns strategy and setting as a pair, and (minimum, maximum) or None without bounds."""
+    """Parses ``"suffix.remember=0..100000"``. Returns (strategy, setting), and (minimum, maximum) or None if there are no bounds."""
     place, equals, limits = text.partition("=")
     strategy, dot, name = place.strip().partition(".")
     if not dot:
@@ -105,9 +105,7 @@ def _read(text: str) -> tuple[tuple[str, str], tuple[float, float] | None]:
             f"--client-settings {text}: {strategy!r} has no setting {name!r}. {suggest(name, settings.model_fields)}"
         )
     if name in OPERATORS:
-        raise SettingsError(
-            f"--client-settings {text}: {name} names a file or a model, or contains settings that may do so"
-        )
+        raise SettingsError(f"--client-settings {text}: {name} may name files or models, so clients can never set it")
     if not equals:
         return (cls.name, name), None
     least, _, most = limits.partition("..")

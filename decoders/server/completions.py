@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import ChoicesAnswer, Growing, TextToken, joined
+from .answers import ChoicesAnswer, GrowingChoice, TextToken, joined
 from .bodies import CompletionBody
 from .grammars import wanted_of
 from .limits import Arrival
@@ -56,7 +56,7 @@ class Completion(ChoicesAnswer):
         echo = self._echoed(choice)
         return [{"index": choice.index, "text": echo, "logprobs": None, "finish_reason": None}] if echo else []
 
-    def pieces(self, growing: Growing, ended: bool) -> list[dict[str, Any]]:
+    def pieces(self, growing: GrowingChoice, ended: bool) -> list[dict[str, Any]]:
         spans, tokens = growing.read(ended)
         if not spans and not tokens and not ended:
             return []
@@ -65,7 +65,7 @@ class Completion(ChoicesAnswer):
         return [self._choice(growing, joined(spans), tokens, reason) | warnings | self.details(spans)]
 
     def _choice(
-        self, growing: Growing, text: str, tokens: Sequence[TextToken], reason: str | None
+        self, growing: GrowingChoice, text: str, tokens: Sequence[TextToken], reason: str | None
     ) -> dict[str, Any]:  # fmt: skip
         shown = self._logprobs(tokens) if self.body.logprobs is not None else None
         return {"index": growing.choice.index, "text": text, "logprobs": shown, "finish_reason": reason}

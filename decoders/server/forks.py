@@ -87,7 +87,7 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(content: bytes, vocabulary: Vocabulary) -> Any:
-    """The value that :func:`pickled` converted to `content`. vocabulary: this process's vocabulary, which is put into the value."""
+    """The value that :func:`pickled` converted to `content`. vocabulary: takes the place of the vocabulary that was not pickled."""
     return _Unpickler(content, vocabulary).load()
 
 

@@ -1,6 +1,6 @@
 """Makes the grammar of an answer from a request's ``response_format`` and tools, and parses function calls in the answer's text.
 
-Files that a client names are never read.
+The server reads no files that a request names.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
     if isinstance(wanted, GrammarFormat):
         if (wanted.grammar is None) == (wanted.name is None):
             raise wrong(
-                "response_format", "give one: grammar, in Lark's notation, or name, of a grammar in the library"
+                "response_format", "set one field: grammar (rules in Lark's notation) or name (a library grammar)"
             )
         if wanted.grammar is not None:
             return Lark(wanted.grammar)
@@ -77,7 +77,7 @@ def _spec(wanted: Part | None) -> Spec | CompiledGrammar | None:
 
 
 def wanted_of(body: Body, style: CallStyle) -> Calling | Part | None:
-    """What an answer's grammar is compiled from: function calls or a response format; None for free text.
+    """The function calls or the response format from which an answer's grammar is compiled; None for free text.
 
     Raises:
         Refusal: see :meth:`Calling.of`.
@@ -98,7 +98,7 @@ class Calling:
         required: whether the answer must be a call; otherwise it may be text.
         several: whether the answer may contain more than one call.
         named: whether the request names one function, which must be called.
-        format: the response format (or its grammar) of an answer without calls; None: free text.
+        format: the response format or the grammar of an answer without calls; None: free text.
     """
 
     tools: tuple[Tool, ...]
@@ -148,14 +148,14 @@ class Calling:
         return self._calls.spec(text)
 
     def read(self, text: str, ended: bool, known: dict[int, Any] | None = None) -> ParsedAnswer:
-        """Parses a growing answer and returns its text and its calls.
+        """Parses an answer, which may be incomplete, and returns its text and its calls.
 
         Args:
             ended: whether the answer is complete.
             known: see :meth:`FunctionCalls.read`.
         """
         written = self._calls.read(text, ended, known)
-        # With a response format, an answer with both text and calls is text.
+        # An answer in a response format contains no calls, so what looks like a call beside other text belongs to the text.
         if self.format is not None and written.text.strip() and written.calls:
             return replace(written, text=text, calls=())
         return written
@@ -181,7 +181,7 @@ def _chosen(choice: ToolChoice, names: list[str]) -> tuple[str, list[str]]:
 
 
 def _format_beside_calls(body: ChatBody, style: CallStyle) -> Part | None:
-    """The response format of an answer that may consist of calls instead; None: free text.
+    """The response format of an answer without calls, if the model may also answer with calls; None: free text.
 
     Raises:
         Refusal: no grammar can combine the format with calls.

@@ -1,4 +1,4 @@
-"""Converts function calls of earlier turns to a chat template's form: their arguments, ids, and the text and thoughts around them."""
+"""Converts function calls of earlier turns, and the messages that answer the calls, to the form that a chat template reads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from ..prompts.templates import CallStyle
 from .refusals import wrong
 
-#: Separator of several thoughts that are joined to one thought, or several texts that are joined to one text.
+#: Separates thoughts that are joined to one thought, and texts that are joined to one text.
 JOINT = "\n\n"
 
 
 def call_of(call: dict[str, Any], place: int, number: int) -> tuple[str, dict[str, Any], str | None, Any]:
     """Parses a call in an assistant's message. Returns the function's name, the arguments, the arguments' JSON text (None if they were
-    given as an object), and the call's id. place, number: the message's and the call's index, for errors.
+    given as an object), and the call's id. place, number: indices of message and call, for errors.
 
     Imperfect calls that a model wrote are accepted: truncated arguments lose their incomplete last member, numbers too large for
     JSON parsers are clamped, and lone surrogates are replaced.
@@ -99,8 +99,8 @@ class Links:
 
     def __init__(self, style: CallStyle) -> None:
         self.style = style
-        self._own = dict[str, str]()  # the template's ids by the given ids
-        self._names = dict[str, str]()  # names of the called functions, by the template's ids
+        self._own = dict[str, str]()  # maps given ids of calls to ids in the template's form
+        self._names = dict[str, str]()  # maps ids in the template's form to names of functions
         self._waiting = dict[str, None]()  # calls without an answer
 
     def called(self, name: str, id: Any) -> str:
@@ -125,7 +125,7 @@ class Links:
 
 
 def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with at most one call per message, followed by the answer to the call."""
+    """The conversation with a message for every call, each followed by the answer to the call."""
     split, place = list[dict[str, Any]](), 0
     while place < len(messages):
         message, place = messages[place], place + 1
@@ -145,7 +145,7 @@ def one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answers_as_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with tool messages as user messages. Consecutive tool messages become one user message."""
+    """The conversation with tool messages turned into user messages. Consecutive tool messages become one user message."""
     told = list[dict[str, Any]]()
     for role, group in groupby(messages, lambda message: message["role"]):
         if role == "tool":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Limits of a request: number of images, and pixels of all images together, since a small file may hold very many pixels.
 MOST, PIXELS = 16, 1 << 24
-#: The code of the refusals.
+#: Error code for refused images.
 INVALID = "invalid_image"
 #: Formats that are decoded.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -35,10 +35,9 @@ def image_of(part: Mapping[str, Any], param: str, others: Sequence[Image]) -> Im
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str) or not url.startswith("data:"):
-        shown = f"not {url[:40]!r}" if isinstance(url, str) else 'in {"image_url": {"url": …}}'
-        raise wrong(
-            param, f"an image must be a data URL (data:image/png;base64,…): nothing is fetched, {shown}", INVALID
-        )
+        shown = f", not {url[:40]!r}" if isinstance(url, str) else ' in {"image_url": {"url": …}}'
+        message = f"the server fetches nothing: an image must be a data URL (data:image/png;base64,…){shown}"
+        raise wrong(param, message, INVALID)
     head, _, content = url.partition(",")
     try:
         if not head.endswith(";base64"):

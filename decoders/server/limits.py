@@ -19,10 +19,10 @@ from .refusals import Refusal, log
 #: Names of this server's entries in an ASGI scope: the digest of the request's key, a function that returns the request's token
 #: counts, and the seconds that threads spent on preparing the request.
 CLIENT, TOKENS, SPENT = "decoders.client", "decoders.tokens", "decoders.spent"
-#: While requests are decoded, answers without new tokens (see :class:`Pace`) may take up to IDLE_SHARE of the server's time, and up to
-#: BURST seconds in a burst.
+#: While requests are decoded, answers without new tokens (see :class:`Pace`) may take the share IDLE_SHARE of the server's time. They
+#: are delayed once they have taken BURST seconds more than this share.
 IDLE_SHARE, BURST = 0.1, 0.02
-#: Longest delays in seconds, of answers to GET requests such as /health, and of refusals and answers to large bodies.
+#: Longest delays in seconds: LONGEST_LOOK for answers to GET requests, LONGEST_HOLD for refusals and for answers to large bodies.
 LONGEST_LOOK, LONGEST_HOLD = 0.1, 2.0
 #: Number of bodies of the largest allowed size that may be in memory at once.
 BODIES = 64
@@ -40,8 +40,8 @@ class Arrival:
     Attributes:
         client: digest of the request's key; an empty string without a key.
         moment: when the request arrived, by ``time.monotonic()``.
-        gone: whether the client has disconnected or has been answered, or the server cancels its requests. Threads need not work for it
-            any more.
+        gone: whether the client has disconnected or has been answered, or the server cancels its requests. Threads then stop preparing
+            the request.
     """
 
     client: str = ""
@@ -147,7 +147,7 @@ class Limits:
             raise Refusal(400, message, code="too_many_values")
 
     def too_long(self, tokens: str, slots: int) -> Refusal:
-        """The refusal of a prompt that is too long. tokens: its number of tokens, as text; slots: size of a row in tokens."""
+        """The refusal of a prompt that is too long. tokens: its number of tokens, as text; slots: limit of prompt and new tokens."""
         message = f"the prompt has {tokens} tokens; the limit is {min(self.prompt_tokens, slots - 1)}"
         return Refusal(400, message, param="prompt", code="context_length_exceeded")
 
@@ -166,7 +166,7 @@ class Gate:
             with a domain that resolves to that address (DNS rebinding).
         body: greatest number of bytes of a body.
         refused: called with every refusal.
-        busy: returns whether requests are being decoded. If none are, no answer is delayed.
+        busy: returns whether requests are being decoded; answers are delayed only in this case.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        begun, status, size, kept = time.monotonic(), 0, 0, 0  # kept: the part of `size` that counts in `_bytes`
+        begun, status, size, kept = time.monotonic(), 0, 0, 0  # kept: this body's share of `_bytes`
 
         async def counted() -> Message:
             nonlocal size, kept
@@ -234,12 +234,12 @@ class Gate:
             await asyncio.sleep(delay)
 
     def _check(self, scope: Scope) -> None:
-        """Raises Refusal for a request that must not pass, by its head."""
+        """Raises Refusal for a request that must not pass, as its path and headers show."""
         headers = Headers(scope=scope)
         host = _name_of(headers.get("host", ""))
         if self.hosts is not None and host not in self.hosts:
             known = ", ".join(sorted(self.hosts))
-            raise Refusal(403, f"unknown host {host!r}: this server is called {known}", code="unknown_host")
+            raise Refusal(403, f"unknown host {host!r}: use one of this server's names: {known}", code="unknown_host")
         if self.keys and scope["path"] not in OPEN:
             kind, _, bearer = headers.get("authorization", "").partition(" ")
             given = bearer.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
@@ -265,7 +265,7 @@ class Gate:
 def hosts_of(host: str, more: Collection[str]) -> frozenset[str] | None:
     """The names by which clients may address a server at `host`; None for any name.
 
-    On a loopback address, these are the loopback names and `more`. Elsewhere they are `host` and `more`; any name if `more` is empty.
+    For a loopback address: the loopback names and `more`. For another address: `host` and `more`, or any name if `more` is empty.
     """
     if host in LOOPBACK:
         return frozenset((*LOOPBACK, *more))

@@ -20,8 +20,8 @@ class Metrics:
     """The metrics of a server.
 
     Args:
-        pool: the schedulers whose queue lengths and used rows are reported.
-        rows: number of rows of one scheduler.
+        pool: the schedulers whose waiting and running requests are counted.
+        rows: greatest number of requests that one scheduler decodes at once.
         model: the model's name.
     """
 
@@ -87,7 +87,7 @@ class Metrics:
             return
         self.prompt_tokens.inc(len(generation.call.request.prompts[0]))
         self.reused_tokens.inc(sum(report.reused))
-        # Clients can merge a few strategies in thousands of orders, which share a label.
+        # All merged strategies share a label, because clients can merge a few strategies in thousands of orders.
         name = "merged" if "+" in report.strategy else report.strategy
         self.tokens.labels(name).inc(before)
         self.drafted.labels(name).inc(report.drafted)

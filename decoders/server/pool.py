@@ -24,8 +24,8 @@ class _Entry:
     Attributes:
         outstanding: the scheduler's unfinished requests, each with its turn.
         leases: number of requests that are being submitted.
-        turn: the greatest turn among the requests that have left the queue.
-        turns: the turn of each client's latest request.
+        turn: the greatest turn among the requests that have left the queue. A client without waiting requests gets the next turn.
+        turns: for each client with waiting requests, the turn of its latest request.
     """
 
     strategy: str

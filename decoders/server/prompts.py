@@ -66,7 +66,7 @@ class Conversations:
 
         Args:
             variables: additional variables for the template.
-            images: a list to which the messages' images are added; None refuses images.
+            images: a list to which the messages' images are added; None: images are refused.
 
         Raises:
             Refusal: there is no template, it rejects this conversation, or a variable or a part of a message is invalid.
@@ -210,7 +210,7 @@ def _text_of(
     """The text of a message or, if it contains images, the list of its parts for the template.
 
     Args:
-        images: a list to which the images are added; None refuses images.
+        images: a list to which the images are added; None: images are refused.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -21,8 +21,8 @@ class TurnPart:
     Attributes:
         kind: a thought, an answer that may contain function calls, or text without calls.
         text: the part's text.
-        begin: offset of `text` in the turn's text.
-        first: offset at which the part begins, its begin marker included.
+        begin: offset in the turn's text at which `text` begins.
+        first: offset in the turn's text at which the part begins, including its begin marker.
     """
 
     kind: Literal["thought", "answer", "text"]
@@ -37,7 +37,7 @@ class Reasoning:
 
     Attributes:
         markers: the begin and end markers of thoughts.
-        open: whether the prompt already opens a thought; None: the answer may open one.
+        open: True if the prompt already begins a thought; None if the answer may begin with a thought.
         budget: greatest number of tokens in the thought; None: unlimited.
     """
 
@@ -49,11 +49,11 @@ class Reasoning:
     def of(
         body: ChatBody, conversations: Conversations, prompt: list[int], spelling: Spelling, most: int
     ) -> Reasoning | None:
-        """How to separate the thoughts in the answer to a request; None if no markers are known, or if the prompt ends the thought.
+        """How to separate the thoughts in the answer to a request; None if no markers are known, or if the prompt ended the thought.
 
         Args:
-            most: greatest number of new tokens. A reasoning effort that the template does not use limits the thought to a share of
-                these tokens.
+            most: greatest number of new tokens. If the template does not use the requested reasoning effort, the thought may take a
+                share of these tokens, see :data:`~decoders.server.bodies.EFFORTS`.
 
         Raises:
             Refusal: the request has a budget, but no markers are known.

@@ -27,7 +27,7 @@ from ..errors import (
     UnknownNameError,
     shortened,
 )
-from .bodies import SHAPES, Asked
+from .bodies import SHAPES, BaseBody
 
 if TYPE_CHECKING:
     from starlette.responses import JSONResponse
@@ -86,7 +86,7 @@ class Refusal(Exception):
 
 
 def wrong(param: str, message: str, code: str = "invalid_value") -> Refusal:
-    """The refusal of a wrong field. The whole message begins with the field."""
+    """The refusal of a wrong field. `message` is put after the field's name."""
     return Refusal(400, f"{param}: {message}", param=param, code=code)
 
 
@@ -144,7 +144,7 @@ def refusal(error: BaseException) -> Refusal:
     return Refusal(500, "the request failed on the server; its log says why", code="internal_error")
 
 
-B = TypeVar("B", bound=Asked)
+B = TypeVar("B", bound=BaseBody)
 
 
 def parsed(kind: type[B], content: bytes) -> B:
@@ -177,11 +177,11 @@ def _is_mismatch(error: dict[str, Any]) -> bool:
     return bool(loc) and _is_label(loc[-1]) and (kind.endswith("_type") or kind == "literal_error")
 
 
-def _explained(kind: type[Asked], error: dict[str, Any], count: int) -> Refusal:
+def _explained(kind: type[BaseBody], error: dict[str, Any], count: int) -> Refusal:
     place = [shortened(str(step), 100) for step in error["loc"] if not _is_label(step)]
     for nested in (["response_format"], ["text", "format"]):
         if place[: len(nested)] == nested:
-            del place[len(nested) : len(nested) + 1]  # pydantic's path names the kind of format
+            del place[len(nested) : len(nested) + 1]  # after these names, pydantic's path has the format's type
     param, name = ".".join(place) or None, place[-1] if place else ""
     more = f" ({count - 1} more)" if count > 1 and error["type"] == "extra_forbidden" else ""
     if error["type"] == "json_invalid":

@@ -13,7 +13,7 @@ from .bodies import (
     INSTEAD,
     MOST_MESSAGES,
     AllowedTools,
-    Asked,
+    BaseBody,
     ChatBody,
     ChoiceFormat,
     Effort,
@@ -91,7 +91,7 @@ class FlatChoice(Part):
     tools: list[FlatName] | None = Field(None, max_length=128)
 
 
-class ResponseBody(Asked):
+class ResponseBody(BaseBody):
     """``POST /v1/responses``."""
 
     instead: ClassVar[dict[str, str]] = INSTEAD | {
@@ -164,7 +164,9 @@ class ResponseBody(Asked):
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
             raise wrong("input", "there is nothing to answer: give a message")
-        same = (*Asked.model_fields, "parallel_tool_calls", "thinking_budget", "chat_template_kwargs", "top_logprobs")
+        same = (
+            *BaseBody.model_fields, "parallel_tool_calls", "thinking_budget", "chat_template_kwargs", "top_logprobs",
+        )  # fmt: skip
         logprobs = self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
         return TurnBody(
             **{name: getattr(self, name) for name in same}, messages=messages,  # type: ignore[arg-type]
@@ -270,7 +272,7 @@ def _string(item: dict[str, Any], name: str, place: str) -> str:
 
 
 def _content(content: Any, place: str, images: bool = False) -> str | list[dict[str, Any]]:
-    """The content of an item, which is a string or a list of parts: a text or, if there are images, parts in the form of chat requests.
+    """Converts an item's content, a string or a list of parts, to a text or, if there are images, to parts as in chat requests.
 
     Args:
         images: whether images are allowed.

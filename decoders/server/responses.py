@@ -13,7 +13,7 @@ from itertools import compress
 from typing import Any
 
 from ..errors import shortened
-from .answers import Growing, TextToken, event
+from .answers import GrowingChoice, TextToken, event
 from .chat import Conversing, submitted
 from .limits import Arrival
 from .refusals import Refusal, wrong
@@ -24,7 +24,7 @@ from .turns import Piece, Turn
 
 #: Greatest total size in bytes of the kept responses, with their conversations.
 KEPT_BYTES = 64 << 20
-#: The owner of a response: the digest of the client's key, and :meth:`Arrival.salt`.
+#: Who may read a response: the digest of the client's API key, and the request's cache salt (:meth:`Arrival.salt`).
 Owner = tuple[str, str]
 
 
@@ -144,7 +144,7 @@ class Response(Conversing):
         self._kept = kept
         self.output: list[dict[str, Any]] = []
         self._number = 0  # sequence number of the next event
-        self._open: tuple[str, int] | None = None  # kind and number of the growing item
+        self._open: tuple[str, int] | None = None  # `kind` and `number` of the growing item's pieces
         self._tokens: list[TextToken] = []  # tokens whose log probabilities were not sent yet
         self._logprobs: list[dict[str, Any]] = []
         self._spans: list[Span] = []
@@ -154,7 +154,7 @@ class Response(Conversing):
             self._event(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")
         )
 
-    def next_events(self, growing: Growing, ended: bool) -> bytes:
+    def next_events(self, growing: GrowingChoice, ended: bool) -> bytes:
         turn = self.turn(growing)
         pieces, spans, tokens = turn.read(ended)
         self._spans += spans if self.body.drafted else ()
@@ -184,20 +184,20 @@ class Response(Conversing):
         self._number += 1
         return event({"type": name, "sequence_number": number, **fields}, name)
 
-    def _told(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
-        """Returns the log probabilities of the unsent tokens in the text with the part number `number`, and marks them as sent."""
+    def _new_logprobs(self, turn: Turn, number: int, ended: bool) -> list[dict[str, Any]]:
+        """Removes the tokens of one text from `_tokens`, and returns their log probabilities. number: the text's index in the turn."""
         if not self.body.logprobs:
             return []
         own = [turn.part_of(token, ended) == number for token in self._tokens]
         entries = self.logprobs([*compress(self._tokens, own)])
-        later = (token for token, told in zip(self._tokens, own, strict=True) if not told)
+        later = (token for token, removed in zip(self._tokens, own, strict=True) if not removed)
         begin, _ = turn.places.get(number, (0, 0))
         self._tokens = [token for token in later if token.begin >= begin]
         self._logprobs += entries
         return entries
 
-    def _grow(self, piece: Piece, growing: Growing, ended: bool) -> bytes:
-        """Adds a piece to the growing item or to a new item, and returns the encoded events that say so."""
+    def _grow(self, piece: Piece, growing: GrowingChoice, ended: bool) -> bytes:
+        """Adds a piece to the growing item or to a new item, and returns the encoded events for the change."""
         content = b""
         if self._open != (piece.kind, piece.number):
             content = self._close("completed", self.turn(growing), ended) + self._begin(piece, growing)
@@ -211,12 +211,12 @@ class Response(Conversing):
             part["text"] += piece.text
             name, more["content_index"] = part["type"], 0
         if piece.kind == "text":
-            more["logprobs"] = self._told(self.turn(growing), piece.number, ended)
+            more["logprobs"] = self._new_logprobs(self.turn(growing), piece.number, ended)
         if not piece.text and not more.get("logprobs"):
             return content
         return content + self._event(f"{name}.delta", **place, delta=piece.text, **more)
 
-    def _begin(self, piece: Piece, growing: Growing) -> bytes:
+    def _begin(self, piece: Piece, growing: GrowingChoice) -> bytes:
         self._open, part, own = (piece.kind, piece.number), dict[str, Any](), secrets.token_hex(12)
         match piece.kind:
             case "arguments":
@@ -249,14 +249,14 @@ class Response(Conversing):
         return content
 
     def _close(self, status: str, turn: Turn, ended: bool) -> bytes:
-        """Ends the growing item and returns the encoded events that say so; empty if no item is growing."""
+        """Ends the growing item and returns the encoded events for its end; empty if no item is growing."""
         if self._open is None:
             return b""
         (kind, number), self._open = self._open, None
         item, index, content = self.output[-1], len(self.output) - 1, b""
         item["status"] = status
         place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
-        if kind == "text" and (entries := self._told(turn, number, ended)):  # log probabilities of tokens without text
+        if kind == "text" and (entries := self._new_logprobs(turn, number, ended)):  # entries of tokens without text
             content = self._event("output_text.delta", **place, content_index=0, delta="", logprobs=entries)
         if kind == "arguments":
             content += self._event(

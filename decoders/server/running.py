@@ -71,7 +71,7 @@ class _Bounded(H11Protocol):
     seconds: float
     _timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
         super().connection_made(transport)
         if len(self.connections) > self.most:
             self._end(b"503 Service Unavailable", "there are too many connections")

@@ -22,7 +22,7 @@ from ..enabling import OwnDefaults, compiles_grammars_with, enable
 from ..errors import QueueFull, UnsupportedError, amount, shortened
 from ..registry import resolve_strategy
 from .arguments import Stops, callbacks, sampling, wrapped
-from .bodies import Asked, Body
+from .bodies import BaseBody, Body
 from .client_settings import ClientSettings
 from .grammars import wanted_of
 from .limits import LONGEST_HOLD, Arrival, Limits, Pace, digest
@@ -32,7 +32,7 @@ from .pool import SchedulerPool
 from .prompts import Conversations
 from .refusals import Refusal, log, refusal
 from .texts import Choice, Job, Spelling
-from .workshop import Wanted, Workshop, judged
+from .workshop import Wanted, Workshop, broken_rule
 
 #: Number of threads that parse bodies, render prompts and submit requests, which would take too long in the event loop.
 THREADS = 4
@@ -63,11 +63,11 @@ class Service:
 
     Attributes:
         offered: the strategies that requests can name.
-        pace: delays the answers to requests with large bodies.
+        pace: delays the answers to large requests (large bodies, images, long conversations).
         keys: number of API keys. Requests of different clients alternate in the queue: with several keys each key counts as a client,
             otherwise each request does.
         draining: whether the server is shutting down, so that new requests are refused.
-        arrivals: the requests that are being prepared, and others.
+        arrivals: the arrivals of requests, so that :meth:`cancel` reaches requests that are still being prepared.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Service:
         self.created, self.draining = int(time.time()), False
 
     def _settle(self, strategy: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Replaces the model's generation config by one with which every request can be decoded. Logs a warning about dropped fields.
+        """Drops fields of the model's generation config with which requests cannot be decoded, and logs a warning about them.
 
         Returns:
-            `config` (settings of `strategy`), with transformers' drafting arguments in the checkpoint's generation config added.
+            `config` (the settings of `strategy`), extended by the drafting arguments in the checkpoint's generation config.
         """
         defaults = OwnDefaults.of(self.model.generation_config, strategy, config)
         self.model.generation_config = defaults.config
@@ -135,7 +135,7 @@ class Service:
             self.workshop.begin()
         _ = self.offered.names
 
-    def check(self, body: Asked) -> None:
+    def check(self, body: BaseBody) -> None:
         """Raises Refusal if a body names another model, or if the server is shutting down."""
         if self.draining:
             raise self.shutting_down()
@@ -157,12 +157,12 @@ class Service:
         vocabulary, backend, seconds = compiles_grammars_with(self.model, self._stops, self._config)
         return _workshop(vocabulary, type(backend), seconds)
 
-    async def judge(self, job: Job, choice: Choice) -> None:
-        """Validates the text of an ended choice if the text is complete by its grammar. Stores the result in `choice.invalid`."""
+    async def validate(self, job: Job, choice: Choice) -> None:
+        """Validates the text of an ended choice if the grammar's end was reached. Stores the broken rule in `choice.invalid`."""
         grammar = choice.generation.call.request.grammars[0]
         if grammar is not None and choice.use is not None and choice.use.complete:
             check = functools.partial(job.arrival.check, job.seconds)
-            choice.invalid = await self.run(self.patient, judged, grammar, choice.generation.tokens, check)
+            choice.invalid = await self.run(self.patient, broken_rule, grammar, choice.generation.tokens, check)
 
     async def run(self, pool: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function` in a thread of `pool` and returns its result. Raises Refusal if shutdown has closed the pool."""
@@ -182,7 +182,7 @@ class Service:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """A context in which one more slow request (:meth:`takes_long`) waits or is prepared. Called in the event loop.
+        """A context that counts a slow request (:meth:`takes_long`) while it waits and is prepared. Called in the event loop.
 
         Raises:
             QueueFull: the greatest allowed number of slow requests already waits.
@@ -201,7 +201,7 @@ class Service:
 
     def check_length(self, text: str) -> None:
         """Raises Refusal if `text` has too many characters for a prompt, however they are tokenized. This check tokenizes nothing."""
-        with suppress(UnsupportedError):  # the tokens' bytes are unknown
+        with suppress(UnsupportedError):  # the tokens' bytes are unknown: no text is refused here
             least = len(text) // max(self.workshop.vocabulary.longest, 1)
             if least > self.limits.prompt_tokens:
                 raise self.limits.too_long(f"more than {least}", self.slots)
@@ -245,7 +245,7 @@ class Service:
         grammar = None
         if wanted is not None:
             grammar = self.workshop.prepared(wanted, functools.partial(arrival.check, seconds))
-        to_judge = grammar is not None and any(part.language.whole is not None for part in grammar.parts)
+        needs_validation = grammar is not None and any(part.language.whole is not None for part in grammar.parts)
         salt = arrival.salt(body.cache_salt) if self.limits.sharing else digest(secrets.token_hex(16))
         stops = Stops.of(body.stops, self.conversations.special)
         job = Job(f"{kind}{secrets.token_hex(12)}", [], stops, arrival, seconds)
@@ -260,7 +260,7 @@ class Service:
                     top_logprobs=body.listed, max_new_tokens=most, seed=own, grammar=grammar, thinking=thinking, **shared, **images,
                     **callbacks(body, self.tokenizer, len(prompt), stops),
                 )  # fmt: skip
-                job.choices.append(Choice(index, own, generation, prompt, to_judge))
+                job.choices.append(Choice(index, own, generation, prompt, needs_validation))
             arrival.check(seconds)
             if self.draining:
                 raise self.shutting_down()

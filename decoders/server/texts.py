@@ -33,7 +33,7 @@ class Choice:
         seed: seed of the choice's sampling noise.
         generation: the choice's request in the scheduler.
         prompt: token ids of the prompt.
-        judged: whether the finished text has to be validated, because its grammar accepts more than the requested format.
+        needs_validation: whether the finished text has to be validated, because its grammar accepts more than the requested format.
         invalid: the rule that the finished text breaks; None if it is valid.
     """
 
@@ -41,7 +41,7 @@ class Choice:
     seed: int
     generation: Generation
     prompt: list[int]
-    judged: bool = False
+    needs_validation: bool = False
     invalid: str | None = None
 
     @property
@@ -149,7 +149,7 @@ class Span:
 
     Attributes:
         text: the piece.
-        drafted: whether the token, or the last of several, was drafted.
+        drafted: whether the token was drafted; of several tokens, the last one counts.
     """
 
     text: str
@@ -157,7 +157,7 @@ class Span:
 
 
 class Spelling:
-    """The bytes of every single token.
+    """Looks up the bytes of tokens.
 
     Attributes:
         vocabulary: the bytes of all tokens; None if the tokenizer's bytes are unknown.
@@ -187,7 +187,7 @@ class Spelling:
         token.
         """
         data = self.of(token)
-        if token in self._special:  # the token may stand between two tokens that share the character `text`
+        if token in self._special:  # `text` may be a character whose bytes are in the tokens before and after
             return data if data.decode(errors="replace") in text else b""
         try:
             same = data.decode() == text
@@ -203,8 +203,8 @@ def named(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Held:
-    """A held-back token: `text` will be shown for it, and `matched` is searched for stop strings. They are equal, except that the name
-    of a special token may be in only one of them.
+    """A token whose text is held back. `text` will be shown, and `matched` is searched for stop strings. The two are equal, except that
+    the name of a special token may be in only one of them.
     """
 
     text: str
@@ -212,7 +212,7 @@ class _Held:
     drafted: bool
 
     def at(self, place: int) -> tuple[_Held, _Held | None]:
-        """Splits the token at a place in `matched`. Returns the part before the place, and the rest (None if nothing is left)."""
+        """Splits both texts at index `place` of `matched`. Returns the first part, and the rest (None if nothing is left)."""
         if place >= len(self.matched):
             return self, None
         return (
@@ -243,8 +243,8 @@ class ChoiceText:
         self.stops, self.special, self.stopped, self.shown = stops, special, False, ""
         self.written, self.places = "", list[tuple[int, int]]()
         self._pieces, self._tokens = TextPieces(tokenizer, prompt, special | stops.special), list[int]()
-        # An entry for each of the last tokens, whose text may still change. It has the text from the first of these tokens to this one,
-        # and whether this one was drafted.
+        # The last tokens, whose text may still change. An entry has the joint text of these tokens up to the entry's token, and whether
+        # this token was drafted.
         self._unsettled: list[tuple[str, bool]] = []
         self._held: list[_Held] = []
 
@@ -269,8 +269,8 @@ class ChoiceText:
         """Divides `piece`, the text of all tokens in `_unsettled` together, among these tokens.
 
         Args:
-            token: the last of these tokens; if it is special, its name may be shown, or searched for stop strings. None once the text
-                has ended.
+            token: the last of these tokens. The name of a special token may be shown, or searched for stop strings. None once the
+                text has ended.
         """
         name = self._pieces.name(token) if token is not None else ""
         piece = piece.removesuffix(name)

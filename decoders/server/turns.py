@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..constraints import Call
-from .answers import Growing, TextToken, joined
+from .answers import GrowingChoice, TextToken, joined
 from .grammars import Calling
 from .histories import JOINT
 from .reasoning import Reasoning, TurnPart
@@ -21,7 +21,7 @@ class Piece:
     Attributes:
         kind: whether the new text belongs to a thought, to text, or to the arguments of a call.
         text: the new text.
-        number: index of the call among the turn's calls, or of the thought or text among the turn's parts.
+        number: for arguments, index of the call among the turn's calls; otherwise index of the thought or text among the turn's parts.
         first: whether the call, thought or text begins with this piece.
     """
 
@@ -52,20 +52,20 @@ class Turn:
     """The assistant's turn in one choice of an answer.
 
     Args:
-        reasoning: how thoughts are separated from the answer; None if they are not.
+        reasoning: how thoughts (reasoning text) are separated from the answer; None if they are not separated.
         calling: the functions that may be called; None if there are none.
 
     Attributes:
-        thoughts, texts: the thoughts and texts so far, by part number. Empty thoughts and texts are left out.
+        thoughts, texts: the thoughts and texts so far, by index among the turn's parts. Empty thoughts and texts are left out.
         calls: the calls so far.
-        places: begin and end of each text within the turn's whole text, by part number.
+        places: begin and end of each text within the turn's whole text, by index of the part.
     """
 
-    def __init__(self, growing: Growing, reasoning: Reasoning | None, calling: Calling | None) -> None:
+    def __init__(self, growing: GrowingChoice, reasoning: Reasoning | None, calling: Calling | None) -> None:
         self.growing, self._reasoning, self._calling = growing, reasoning, calling
         self.thoughts, self.texts, self.calls = dict[int, str](), dict[int, str](), list[TurnCall]()
         self.places, self._written = dict[int, tuple[int, int]](), ""
-        self._known = dict[int, dict[int, Any]]()  # by part number: how far the arguments of its calls are parsed
+        self._known = dict[int, dict[int, Any]]()  # by index of the part: how far the arguments of its calls are parsed
         self._thinking = list[tuple[int, int]]()  # (begin, end) of each thought with its markers, in `_written`
 
     @property
@@ -130,7 +130,7 @@ class Turn:
         return [Piece(kind, text[len(before) :], number, not before)]
 
     def part_of(self, token: TextToken, ended: bool) -> int | None:
-        """The part number of the text that contains a token, or None. Tokens without text at the end belong to the last text."""
+        """The index of the part whose text contains `token`, or None. Tokens without text at the end belong to the last part."""
         for number, (begin, end) in self.places.items():
             if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
                 return number

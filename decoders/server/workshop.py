@@ -38,7 +38,7 @@ log = logging.getLogger("decoders.server")
 
 #: Greatest number of cached grammars, and their greatest total size in bytes.
 KEPT, KEPT_BYTES = 64, 128 << 20
-#: Processes that were told to end. Python warns of a process that is forgotten before it has ended.
+#: Processes that were told to end. Python warns if a Popen object is deleted before its process has ended.
 _ending: list[subprocess.Popen[bytes]] = []
 Wanted = Calling | Part
 
@@ -58,7 +58,7 @@ TRIED = 48
 
 
 def _try(grammar: CompiledGrammar) -> None:
-    """Generates two random texts to find very ambiguous grammars. Their token masks take seconds, for which all rows would wait.
+    """Generates two random texts to find very ambiguous grammars, whose token masks take seconds: all rows would wait for them.
 
     Raises:
         GrammarError: a matcher of the grammar exceeded its time limit.
@@ -96,7 +96,7 @@ class _Remote:
 _waiting: ContextVar[Check | None] = ContextVar("waiting", default=None)
 
 
-def judged(grammar: CompiledGrammar, tokens: Sequence[int], check: Check) -> str | None:
+def broken_rule(grammar: CompiledGrammar, tokens: Sequence[int], check: Check) -> str | None:
     """The rule that a finished text breaks; None if it is valid. check: see :meth:`Workshop.prepared`."""
     token = _waiting.set(check)
     try:
@@ -130,14 +130,14 @@ class Workshop:
         return _name(wanted) in self._known
 
     def prepared(self, wanted: Wanted, check: Check) -> CompiledGrammar:
-        """The grammar compiled from a description (function calls or a response format), or the cached one. Only :func:`judged`
-        validates its finished texts.
+        """The compiled grammar of `wanted` (function calls or a response format), from the cache if possible. :func:`broken_rule`
+        validates its finished texts; the decoding thread does not.
 
         Args:
             check: called while the grammar is compiled; an error that it raises ends the compilation.
 
         Raises:
-            GrammarError, Refusal: the description is invalid, or compiling exceeds the limits.
+            GrammarError, Refusal: `wanted` is invalid, or compiling exceeds the limits.
         """
         name = _name(wanted)
         with self._lock:
@@ -184,8 +184,8 @@ class Workshop:
             self._hang_up = weakref.finalize(self, _end, mine, self._process)
 
     def _done(self, task: Callable[[Vocabulary], Any], check: Check, seconds: float = 1.0) -> Any:
-        """Runs `task` in a fork, and returns its result or raises its error. seconds: its processor time, in addition to
-        :data:`SPARE_SECONDS`.
+        """Runs `task` in a fork, and returns its result or raises its error. seconds: limit of the fork's processor time, to which
+        :data:`SPARE_SECONDS` are added.
         """
         if not hasattr(os, "fork"):
             return task(self.vocabulary)
@@ -198,8 +198,8 @@ class Workshop:
             if answer is not None or self._process.poll() is None:
                 break
         if answer is None:
-            bounds = f"{seconds + SPARE_SECONDS:g} s of a processor or {MEGABYTES} MB"
-            raise GrammarError(f"the grammar, or validating its text, takes more than {bounds} of memory: simplify it")
+            bounds = f"{seconds + SPARE_SECONDS:g} s of processor time or {MEGABYTES} MB of memory"
+            raise GrammarError(f"the grammar takes more than {bounds} to compile, or to validate a text: simplify it")
         result = unpickled(answer, self.vocabulary)
         if isinstance(result, Exception):
             raise result
@@ -213,5 +213,5 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _name(wanted: Wanted) -> str:
-    """The cache key of a description. Equal descriptions may have different keys."""
+    """The cache key of `wanted`. Equal values may have different keys, because they may be pickled differently."""
     return hashlib.sha256(pickle.dumps(wanted)).hexdigest()

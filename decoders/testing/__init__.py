@@ -2,12 +2,12 @@
 
 For example::
 
-    from decoders.testing import check_strategy, check_verifier
+    from decoders.testing import check_backend, check_strategy, check_verifier
     check_strategy(MyStrategy())
     check_verifier(MyVerifier())
     check_backend(MyGrammarBackend())
 
-It needs only torch and transformers. :func:`parametrize_with_checks` also needs pytest.
+Of the kit, only :func:`parametrize_with_checks` needs pytest.
 """
 
 from __future__ import annotations

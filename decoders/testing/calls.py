@@ -1,4 +1,4 @@
-"""Checks that prompt chunks do not change drafts, that no state leaks from call to call, and that `finish` is called."""
+"""Checks that the chunk size of prefill does not change drafts, that no state leaks from call to call, and that `finish` is called."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .exactness import assert_same_tokens, prompts
 from .models import VOCAB
 from .spy import Spy, SpyLog, spied
 
-#: Seeds for new texts. No strategy remembers them, because this process has not decoded them before.
+#: Seeds of prompts that this process has not decoded before, so that no strategy remembers the prompts.
 _seeds = itertools.count(10_000)
 
 
 def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """A repeated call drafts the same tokens in the same steps, whatever was decoded in between.
 
-    It changes no value in the strategy's classes and modules. The drafts of a `timed` strategy may differ. The texts are new in this
-    process, so no strategy remembers them from earlier checks.
+    The repeated call changes no value in the strategy's classes and modules. The drafts of a `timed` strategy, which depend on the
+    clock, may differ. The prompts are new in this process, so no strategy remembers them from earlier checks.
     """
     name = conditions.models[0]
     inputs, others = prompts(2, seed=next(_seeds)), prompts(3, length=31, vocab=VOCAB, seed=next(_seeds))
@@ -82,7 +82,7 @@ class _Interrupted:
 
 
 def check_prompt_chunks(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that reads prompts drafts the same tokens with every chunk size, even after prompts of a single token."""
+    """A strategy that reads prompts drafts the same tokens with every chunk size of prefill, even after prompts of a single token."""
     if not strategy.reads_prompt:
         return
     name = conditions.models[0]

@@ -1,4 +1,4 @@
-"""Checks of the conformance kit. Each check is a function. If it fails, it raises an AssertionError that gives the reason."""
+"""Checks of the conformance kit. Each check is a function that raises an AssertionError, with the reason, if a strategy fails."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def check_copies(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Every draft of a real call keeps the contract of :class:`~decoders.Draft`: shapes, dtypes, tokens and tree are valid.
 
-    Hooks must not write to the loop's tensors, not even after a row's end. They must not change the strategy's instance, its
-    settings, or the state of the process (random states, default dtype, grad mode).
+    Hooks must not write to the loop's tensors, not even to positions after a row's text. Hooks must not change the strategy's instance,
+    its settings, or the state of the process (random states, default dtype, grad mode).
     """
     for name, rows, options in conditions.combinations(({}, dict(do_sample=True, **DRAWS[0]))):
         with conditions.enabled(name) as model:
@@ -96,8 +96,8 @@ def check_drafts(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """A strategy that claims ``on_device`` can be recorded as a CUDA graph.
 
-    Its hooks do not wait for the device, use no data of the host, and use the same shapes and tensors in every step. If hooks are
-    replayed instead of called, drafts are the same.
+    Its hooks do not wait for the device, use no data of the host, and use the same shapes and tensors in every step. The drafts are the
+    same whether hooks are called or replayed from a recording.
     """
     if not strategy.on_device:
         return
@@ -105,7 +105,7 @@ def check_on_device(strategy: Strategy, conditions: Conditions = Conditions()) -
     eager = replace(conditions, compile=False)
     called, replayed = Replayed(strategy, record=False), Replayed(strategy, record=True)
     with conditions.enabled(name) as model, as_recorded():
-        # The first call on a model is not checked, because its hooks may make tensors from host data.
+        # The first call on a model is not checked, because hooks may create tensors from data of the host in the first call.
         run(model, name, strategy, inputs, eager, max_new_tokens=2)
         try:
             run(model, name, spied(strategy, forbid_host_reads=True), inputs, eager, max_new_tokens=12)
@@ -222,7 +222,7 @@ def check_prefix_processors(strategy: Strategy, conditions: Conditions = Conditi
 
 
 def check_grammars(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """With a grammar, the tokens equal the tokens of plain decoding with it. Rows have different grammars, and one row has none."""
+    """With grammars, a strategy writes the tokens of plain decoding. The rows have different grammars, and one row has no grammar."""
     stops = [5, 9]
     for seed, draw in ((1, {}), (2, dict(do_sample=True, **DRAWS[0]))):
         name, inputs = conditions.models[0], prompts(4)

@@ -21,14 +21,14 @@ from .exactness import assert_same_tokens, prompts, reference
 from .memory import parts_of
 from .spy import Spy, spied
 
-#: Strategies that need no model and are often right. A strategy is merged with the first of them that it does not contain.
+#: Strategies that need no model and are often right. A strategy is merged with the first partner that it does not contain.
 PARTNERS = ("prompt_lookup", "ngram", "lookahead")
 
 
 def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """As first or last part of a merged strategy, the strategy passes the checks of ``Spy``, and the tokens stay the same.
 
-    This also holds if the joint tree has no room for most of its draft.
+    The same holds if the merged tree has no room for most of the strategy's draft.
     """
     parts = parts_of(strategy) or (strategy,)
     free = [name for name in PARTNERS if name not in {part.name for part in parts}]
@@ -50,10 +50,10 @@ def check_merged(strategy: Strategy, conditions: Conditions = Conditions()) -> N
 
 
 class Resting(Strategy):
-    """Wraps `inner`, and asks it for a draft only in two of every four steps, not in the first.
+    """Uses `inner` as ``auto`` does: not in every step, and not with its whole draft. The following four steps are repeated.
 
-    Step 1: drafts nothing. Step 2: drafts the first half of the draft of `inner`. Step 3: drafts nothing. Step 4: drafts a token that
-    is not from `inner`.
+    Step 1: drafts nothing. Step 2: drafts the first half of a draft of `inner`. Step 3: asks `inner` for a draft, and drafts nothing.
+    Step 4: drafts a token that is not from `inner`.
     """
 
     name = "resting"
@@ -93,7 +93,7 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` or observes nothing writes the same tokens if it misses steps or observes other drafts (``auto``)."""
+    """A strategy that `rests` (the loop may skip or cut its drafts) or has no `observe` writes the same tokens if drafts are cut."""
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)
@@ -109,14 +109,14 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
 
 #: Number of new tokens of each request. Requests end at different times, and waiting requests then take their rows.
 NEW_TOKENS = (6, 17, 3, 12, 9)
-#: This share of drafts may differ, because rounding can change the order of nearly equal candidates of a head.
+#: Share of drafts that may differ, because rounding can change the order of nearly equal candidates of a draft head.
 ROUNDINGS = 0.2
 
 
 def check_rows_come_and_go(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
     """Five requests are decoded two at a time. When one ends, the next joins. Each request writes the tokens that it writes alone.
 
-    This shows that `rebatch` keeps state for the right rows. (The default `rebatch` keeps no state, but calls `start`.)
+    The check fails if `rebatch` mixes up the states of rows. (The default `rebatch` keeps no state, but calls `start`.)
     """
     name, inputs = conditions.models[0], prompts(len(NEW_TOKENS))
     texts = _rows_of(inputs)
@@ -140,8 +140,8 @@ def check_rows_draft_apart(strategy: Strategy, conditions: Conditions = Conditio
     """A row drafts the same tokens in a batch as alone.
 
     If :meth:`~decoders.strategy.Strategy.rebatch` keeps the row's state, the row also drafts the same tokens beside requests that
-    join and leave. Checks of output tokens do not find mixed-up rows, because verification corrects the output. Strategies that are
-    `timed` or not :attr:`~decoders.strategy.Strategy.rows_apart` are not checked.
+    join and leave. Checks of output tokens do not find mixed-up rows, because verification corrects the output. Strategies whose drafts
+    depend on the clock (`timed`) or on other rows (:attr:`~decoders.strategy.Strategy.rows_apart` is False) are not checked.
     """
     if strategy.timed or not strategy.rows_apart:
         return
@@ -185,7 +185,7 @@ def _come_and_go(
 
 
 def _drafts(spy: Spy) -> dict[tuple[int, ...], frozenset[tuple[int, ...]]]:
-    """All logged drafts of unfinished rows, by the text before the draft. A draft is the set of paths in its tree."""
+    """All logged drafts of unfinished rows, by the text before the draft. A draft is represented by the set of paths in its tree."""
     return {
         text: _paths(log.draft, row)
         for log in spy.seen
@@ -204,7 +204,7 @@ def _paths(draft: Draft, row: int) -> frozenset[tuple[int, ...]]:
 
 
 def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], Any], where: str) -> None:
-    """Compares the drafts after equal texts. Raises AssertionError if more of them differ than rounding in a batch can explain."""
+    """Compares the drafts after equal texts. Raises AssertionError if more drafts differ than rounding in a batch can explain."""
     common = [text for text in together if text in alone and len(together[text] | alone[text]) > 1]
     differ = [text for text in common if together[text] != alone[text]]
     if len(differ) > ROUNDINGS * len(common):
@@ -212,5 +212,5 @@ def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], 
         other, own = sorted(together[text] - alone[text]), sorted(alone[text] - together[text])
         raise AssertionError(
             f"in {len(differ)} of {len(common)} steps a row drafts other tokens {where} than alone: after a text of {len(text)} tokens "
-            f"{other[:3]} and not {own[:3]}. Keep a row's state with its row, or set rows_apart = False in the class"
+            f"it drafts {other[:3]}, not {own[:3]}. Keep a row's state with its row, or set rows_apart = False in the class"
         )

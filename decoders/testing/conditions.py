@@ -1,4 +1,4 @@
-"""The conditions of checks: models, numbers of rows, the arguments that a strategy needs in a call, and contexts outside a call."""
+"""The conditions under which checks decode: models, numbers of rows, the arguments that a strategy requires, and contexts for tests."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Conditions:
     Attributes:
         models: names of tiny models, or models of your own.
         compile: whether the loop is compiled.
-        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts. Otherwise fewer
-            combinations are tried, so that every pair of values occurs.
+        thorough: whether to try every combination of model, number of rows and options of ``generate``, on longer texts. Otherwise
+            fewer combinations are tried, among which every pair of values occurs.
     """
 
     models: tuple[str | PreTrainedModel, ...] = ("llama", "gemma2")
@@ -45,20 +45,20 @@ class Conditions:
         """Number of new tokens in a call."""
         return MANY_TOKENS if self.thorough else NEW_TOKENS
 
-    def combinations(self, kinds: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
-        """Yields combinations of model, number of rows and kind of call.
+    def combinations(self, options: Sequence[Any]) -> Iterator[tuple[str | PreTrainedModel, int, Any]]:
+        """Yields combinations of model, number of rows and options.
 
-        Yields all combinations if thorough or with a single model. Otherwise yields half of them, so that every pair of values
-        occurs.
+        Yields all combinations if thorough or with a single model. Otherwise yields half of the combinations, among which every pair of
+        values occurs.
 
         Args:
-            kinds: two kinds of call.
+            options: two alternative sets of options, such as greedy and sampling.
         """
-        for (m, model), (r, rows), (k, kind) in itertools.product(
-            enumerate(self.models), enumerate((1, 4)), enumerate(kinds)
+        for (m, model), (r, rows), (k, option) in itertools.product(
+            enumerate(self.models), enumerate((1, 4)), enumerate(options)
         ):
             if self.thorough or len(self.models) == 1 or (m + r + k) % 2 == 0:
-                yield model, rows, kind
+                yield model, rows, option
 
     @contextmanager
     def enabled(self, model: str | PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -123,7 +123,7 @@ def run(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
     conditions: Conditions, **options: Any,
 ) -> Any:  # fmt: skip
-    """Decodes with `strategy`, with the arguments of :func:`needs`, and returns the output."""
+    """Decodes with `strategy` and the arguments that it requires (:func:`needs`), and returns the output."""
     options = needs(model, name, strategy, options.get("eos_token_id", [])) | options
     # Memory and pruning are off, unless a check sets them.
     loop = {"memory": False, "prune": False} | options.pop("decoders_config", {"compile": conditions.compile})
@@ -133,20 +133,20 @@ def run(
 
 def run_alike(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, inputs: dict[str, Tensor],
-    conditions: Conditions, what: str, like: str | None = None, **options: Any,
+    conditions: Conditions, what: str, baseline: str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Calls :func:`run` and returns its output. If the strategy is exact, asserts that the tokens equal the tokens of `like`.
+    """Calls :func:`run` and returns its output. If the strategy is exact, asserts that the tokens equal the tokens of `baseline`.
 
     Args:
         what: description of the call, for messages.
-        like: name of the strategy to compare with; None: transformers' own loop.
+        baseline: name of the strategy whose tokens are expected; None: the tokens of transformers' own loop.
     """
     options = dict(max_new_tokens=conditions.new_tokens) | options
     out = run(model, name, strategy, inputs, conditions, **options)
     if strategy.exact:
         options.pop("decoders_config", None)
-        loop: dict[str, Any] = {} if like is None else {"decoders_config": {"compile": conditions.compile}}
-        expected = reference(model, inputs, like, **options, **loop)
+        loop: dict[str, Any] = {} if baseline is None else {"decoders_config": {"compile": conditions.compile}}
+        expected = reference(model, inputs, baseline, **options, **loop)
         assert_same_tokens(model, inputs, expected.sequences, out.sequences, what)
     return out
 
@@ -158,7 +158,7 @@ def context(
     """A :class:`~decoders.Context` for ``Strategy.start`` outside of a call, to test a strategy's proposals.
 
     Draft models, strategies by name, and the target's embedding and output head exist only in a call. Outside a call, their use
-    raises UnsupportedError. Functions are not compiled. :func:`~decoders.testing.check_strategy` checks the tokens of whole calls.
+    raises UnsupportedError. ``context.compile`` compiles nothing. :func:`~decoders.testing.check_strategy` checks whole calls.
 
     Args:
         rows: number of rows ``B``.

@@ -114,8 +114,8 @@ def _rows(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     """The quantile of each drawn token in its distribution, ``[draws]``, see :func:`_ranks`.
 
-    Only children of the root, of its first child, of the first child's first child and so on are included. Children of other nodes
-    may repeat these draws.
+    Only children of the root, of its first child, of the first child's first child and so on are included. Tokens below other nodes may
+    be copies of these draws, and not independent.
     """
     draft = seen.draft
     if draft.scores is None:
@@ -127,7 +127,7 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
     tokens, q = draft.tokens.cpu()[going], draft.scores.cpu()[going].softmax(-1)
     vocabulary = torch.arange(q.shape[-1])
     rows, ranks = torch.arange(len(tokens)), []
-    spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # the node whose children are counted
+    spine = torch.zeros(len(tokens), 1, dtype=torch.int64)  # in each row, the node whose children are counted
     taken = torch.zeros_like(q[:, 0], dtype=torch.bool)  # tokens of earlier siblings
     eldest = torch.full_like(spine[:, 0], -1)
     for node in range(1, parents.shape[1]):
@@ -140,14 +140,14 @@ def _drawn(seen: SpyLog, generator: torch.Generator) -> Tensor:
         left = own.masked_fill(taken, 0.0)
         left = left / left.sum(-1, keepdim=True)
         mass = left[rows, token.clamp(min=0)]
-        # Tokens that an earlier sibling also has, and tokens with probability 1, are left out.
+        # Tokens that an earlier sibling also has are left out, and so are (almost) certain tokens.
         first = counted & ~taken[rows, token.clamp(min=0)]
         assert not (first & (mass == 0)).any(), (
             "a draft token has probability 0 in Draft.scores: it was not drawn from them, and is never accepted"
         )
-        told = first & (left.amax(-1) <= 0.999)
-        if told.any():
-            ranks.append(_ranks(left[told], token[told], generator))
+        drawn = first & (left.amax(-1) <= 0.999)
+        if drawn.any():
+            ranks.append(_ranks(left[drawn], token[drawn], generator))
         taken = taken | (counted[:, None] & (vocabulary == token[:, None]))
         eldest = torch.where(counted & (eldest < 0), node, eldest)
     return torch.cat(ranks) if ranks else torch.empty(0)

@@ -24,7 +24,7 @@ MOST_BYTES = 4 * 2**20
 def prompts(rows: int = 1, length: int = 24, vocab: int = VOCAB, seed: int = 0) -> dict[str, Tensor]:
     """Left-padded prompts: ``input_ids`` and ``attention_mask``, each ``[rows, length]``.
 
-    Row ``r`` is shorter than `length` by ``5·r``. Its first third is repeated at its end, so that strategies find a repetition.
+    Row ``r`` has ``max(length - 5·r, 3)`` tokens. The row ends with a copy of its first third, so that strategies find a repetition.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -39,7 +39,7 @@ def prompts(rows: int = 1, length: int = 24, vocab: int = VOCAB, seed: int = 0) 
 
 
 def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
-    """Calls ``model.generate`` and returns its output. Greedy unless `options` say otherwise. strategy: None for transformers' loop."""
+    """Calls ``model.generate``, greedy unless `options` say otherwise, and returns its output. strategy: None: transformers' loop."""
     options = dict(do_sample=False, return_dict_in_generate=True) | options
     if strategy is not None:
         options["strategy"] = strategy
@@ -50,7 +50,7 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = No
 def reference(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
     """The result of :func:`decode`, cached in the process for the same weights, inputs and options.
 
-    Use it for the expected tokens of a comparison: from transformers' own loop, or from plain decoding. Results are not cached for
+    Tests get the expected tokens from this function, decoded by transformers' own loop or by plain decoding. Results are not cached for
     models with hooks, for large models, and with options that may have state (processors, streamers).
 
     Returns:

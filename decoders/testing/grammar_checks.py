@@ -18,7 +18,7 @@ WALKS, STEPS = 4, 10
 
 @dataclass(frozen=True)
 class GrammarCase:
-    """A compiled language, its reference automaton (:mod:`.languages`), and the random generator for walks."""
+    """A compiled grammar to check, the automaton that it must agree with (:mod:`.languages`), and the random generator for walks."""
 
     grammar: CompiledGrammar
     reference: Reference
@@ -33,7 +33,7 @@ class GrammarCase:
         return self.reference.automaton.start
 
     def legal(self, matcher: Matcher, state: Hashable) -> dict[int, Hashable]:
-        """The tokens that are legal under the grammar's policy, each with the state after it."""
+        """Maps the legal tokens to the states after them. With policy "canonical", forced bytes have one legal tokenization."""
         legal = self.reference.legal(state)
         if self.grammar.policy == "canonical" and state != STOPPED:
             first = self.vocabulary.canonical(matcher.forced_bytes())[:1]
@@ -51,7 +51,7 @@ class GrammarCase:
             yield matcher, state, taken
             while state != STOPPED and len(taken) < steps:
                 token, state = self.choose(self.legal(matcher, state))
-                assert matcher.advance([token]) == 1, f"after {self.told(taken)}: {self.told([token])} is refused"
+                assert matcher.advance([token]) == 1, f"after {self.shown(taken)}: {self.shown([token])} is refused"
                 taken = [*taken, token]
                 yield matcher, state, taken
 
@@ -66,10 +66,10 @@ class GrammarCase:
     def after(self, taken: Sequence[int]) -> Matcher:
         """A new matcher that has accepted the tokens `taken`."""
         matcher = self.grammar.start()
-        assert matcher.advance(taken) == len(taken), f"{self.told(taken)} is taken token by token, but not at once"
+        assert matcher.advance(taken) == len(taken), f"{self.shown(taken)} is taken token by token, but not at once"
         return matcher
 
-    def told(self, tokens: Sequence[int]) -> str:
+    def shown(self, tokens: Sequence[int]) -> str:
         """The tokens and their text, for messages."""
         return f"{list(tokens)} {self.vocabulary.spell([t for t in tokens if 0 <= t < len(self.vocabulary)])!r}"
 
@@ -103,23 +103,23 @@ def check_special_tokens(case: GrammarCase) -> None:
     for matcher, state, taken in case.walks():
         allowed = set(case.vocabulary.stops) if case.reference.ends(state) else set()
         wrong = sorted((mask(matcher) & silent) - allowed)
-        assert not wrong, f"after {case.told(taken)}: tokens {wrong[:8]} stand for no text, and are legal"
+        assert not wrong, f"after {case.shown(taken)}: tokens {wrong[:8]} stand for no text, and are legal"
 
 
 def check_masks(case: GrammarCase) -> None:
     """Masks contain exactly the legal tokens, and advance() accepts exactly these tokens. After the end, masks hold the stop tokens."""
     everything = range(len(case.vocabulary))
     for matcher, state, taken in case.walks():
-        where = f"after {case.told(taken)}"
+        where = f"after {case.shown(taken)}"
         want, got = set(case.legal(matcher, state)), mask(matcher)
         if state == STOPPED:
             want = set(case.vocabulary.stops)
         wrong = sorted(want ^ got)[:8]
         missing = [token for token in wrong if token in want]
-        assert not wrong, f"{where}: the mask lacks {case.told(missing)} and has {case.told(sorted(got - want)[:8])}"
+        assert not wrong, f"{where}: the mask lacks {case.shown(missing)} and has {case.shown(sorted(got - want)[:8])}"
         taken_alone = {token for token in everything if takes(matcher, token)}
         wrong = sorted(taken_alone ^ (set() if state == STOPPED else got))
-        assert not wrong, f"{where}: advance() and the mask disagree about {case.told(wrong[:8])}"
+        assert not wrong, f"{where}: advance() and the mask disagree about {case.shown(wrong[:8])}"
         assert matcher.accepting == case.reference.ends(state), f"{where}: accepting is {matcher.accepting}"
 
 
@@ -127,31 +127,31 @@ def check_ends(case: GrammarCase) -> None:
     """There are no dead ends: at every position some token is legal, and the text can be completed."""
     single = case.vocabulary.ids
     for matcher, state, taken in case.walks(steps=2 * STEPS):
-        assert mask(matcher), f"after {case.told(taken)}: no token is legal"
+        assert mask(matcher), f"after {case.shown(taken)}: no token is legal"
         if state == STOPPED or case.grammar.policy != "full":
             continue
         ending = [single[bytes([byte])] for byte in case.reference.ending(state)]
         other = case.after(taken)
         assert other.advance([*ending, case.vocabulary.stops[-1]]) == len(ending) + 1, (
-            f"after {case.told(taken)}: the text cannot be ended by {case.told(ending)}"
+            f"after {case.shown(taken)}: the text cannot be ended by {case.shown(ending)}"
         )
         assert other.accepting, "a stop token was taken, but accepting is False"
 
 
 def check_forced(case: GrammarCase) -> None:
-    """Forced bytes are the longest common beginning of all continuations, and forced tokens are the tokenizer's tokens for them."""
+    """Forced bytes are the longest common beginning of all continuations. Forced tokens are these bytes as split by the tokenizer."""
     for matcher, state, taken in case.walks():
-        where, forced = f"after {case.told(taken)}", matcher.forced_bytes()
+        where, forced = f"after {case.shown(taken)}", matcher.forced_bytes()
         want = case.reference.forced(state)
         assert want.startswith(forced), f"{where}: {forced!r} is not forced, only {want!r} is"
-        # The last bytes may be missing if they are part of one character, because some backends work on characters.
+        # Some backends work on characters, so forced bytes may lack the bytes of a last, incomplete character.
         left = want[len(forced) :]
         assert len(left) < 4 and not any(byte < 0x80 for byte in left), (
             f"{where}: {want!r} is forced, not only {forced!r}"
         )
         tokens = case.vocabulary.written(forced, 99, case.grammar.policy)
         count = matcher.advance(tokens)
-        assert count == len(tokens), f"{where}: forced tokens {case.told(tokens)} are illegal"
+        assert count == len(tokens), f"{where}: forced tokens {case.shown(tokens)} are illegal"
         matcher.rollback(count)
         text = case.vocabulary.spell(tokens)
         assert forced.startswith(text), f"{where}: forced tokens spell {text!r}, the forced bytes are {forced!r}"
@@ -167,7 +167,7 @@ def check_forced(case: GrammarCase) -> None:
 
 
 def check_tables(case: GrammarCase) -> None:
-    """If a grammar has tables, its masks by state number and the masks in its tensors equal the masks of its matchers."""
+    """If a grammar has tables, its masks by state number and the masks in the tables' tensors equal the masks of its matchers."""
     grammar = case.grammar
     if not isinstance(grammar, Tabulated):
         return
@@ -181,14 +181,14 @@ def check_tables(case: GrammarCase) -> None:
         for token in taken:
             state_number = grammar.step(state_number, token)
         forced = grammar.forced_bytes(state_number)
-        assert forced == matcher.forced_bytes(), f"after {case.told(taken)}: {forced!r} is forced by its number"
+        assert forced == matcher.forced_bytes(), f"after {case.shown(taken)}: {forced!r} is forced by its number"
         row = unpack(tables.masks[grammar.mask_rows[state_number]], len(case.vocabulary)).nonzero().flatten().tolist()
-        assert set(row) == mask(matcher), f"after {case.told(taken)}: the mask by its number is not the matcher's"
+        assert set(row) == mask(matcher), f"after {case.shown(taken)}: the mask by its number is not the matcher's"
         state_number = tables.start
         for byte in case.vocabulary.spell(taken):
             state_number = int(tables.next[state_number, tables.classes[byte]])
         row = unpack(tables.masks[tables.mask_of[state_number]], len(case.vocabulary)).nonzero().flatten().tolist()
-        assert set(row) == mask(matcher), f"after {case.told(taken)}: the tables' mask is not the matcher's"
+        assert set(row) == mask(matcher), f"after {case.shown(taken)}: the tables' mask is not the matcher's"
 
 
 def check_advance(case: GrammarCase) -> None:
@@ -197,9 +197,9 @@ def check_advance(case: GrammarCase) -> None:
     for matcher, state, taken in case.walks():
         legal = {} if state == STOPPED else case.legal(matcher, state)
         illegal = sorted(set(range(len(case.vocabulary))) - set(legal))
-        before, where = observed(matcher), f"after {case.told(taken)}"
+        before, where = observed(matcher), f"after {case.shown(taken)}"
         for token in case.chance.sample(illegal, min(4, len(illegal))) + strangers:
-            assert matcher.advance([token]) == 0, f"{where}: advance() takes {case.told([token])}"
+            assert matcher.advance([token]) == 0, f"{where}: advance() takes {case.shown([token])}"
             assert observed(matcher) == before, f"{where}: advance([{token}]) changed the matcher"
             some = [token for token, after in legal.items() if after != STOPPED][:1]
             if some:
@@ -225,9 +225,9 @@ def check_rollback(case: GrammarCase) -> None:
             gone, taken = taken[-count:], taken[:-count]
             matcher.rollback(count)
             assert observed(matcher) == seen[len(taken)], (
-                f"rollback({count}) over {case.told(gone)} does not lead back to the position after {case.told(taken)}"
+                f"rollback({count}) over {case.shown(gone)} does not lead back to the position after {case.shown(taken)}"
             )
-            assert matcher.advance(gone) == count, f"after rollback({count}) {case.told(gone)} is no longer taken"
+            assert matcher.advance(gone) == count, f"after rollback({count}) {case.shown(gone)} is no longer taken"
             assert observed(matcher) == seen[len(taken) + count], (
                 f"after rollback({count}) the same tokens lead to another position"
             )
@@ -238,14 +238,14 @@ def check_rollback(case: GrammarCase) -> None:
 def check_apart(case: GrammarCase) -> None:
     """Matchers of one grammar, such as the matchers of two rows, do not influence each other."""
     for matcher, state, taken in case.walks():
-        before, where = observed(matcher), f"after {case.told(taken)}"
+        before, where = observed(matcher), f"after {case.shown(taken)}"
         other = case.after(taken)
         assert observed(other) == before, f"{where}: another matcher is at another position"
         assert observed(matcher) == before, f"{where}: moving another matcher to this position moves the first"
         if state == STOPPED:
             continue
         token, _ = case.choose(case.legal(matcher, state))
-        assert other.advance([token]) == 1, f"{where}: another matcher refuses {case.told([token])}"
+        assert other.advance([token]) == 1, f"{where}: another matcher refuses {case.shown([token])}"
         assert observed(matcher) == before, f"{where}: advancing another matcher moves the first"
         moved = observed(other)
         assert matcher.advance([token]) == 1 and observed(matcher) == moved, (
@@ -256,10 +256,10 @@ def check_apart(case: GrammarCase) -> None:
 
 
 def check_tree(case: GrammarCase) -> None:
-    """A matcher that moves from node to node of a tree, as in the loop, reports the same at each node as a new matcher."""
+    """A matcher that moves from node to node of a draft tree reports the same at each node as a matcher that goes there directly."""
     for matcher, state, taken in case.walks():
         parents, tokens = _tree(case, state, taken)
-        before, where = observed(matcher), f"after {case.told(taken)}, parents {parents}, tokens {tokens}"
+        before, where = observed(matcher), f"after {case.shown(taken)}, parents {parents}, tokens {tokens}"
         path: list[int] = []  # the nodes on the matcher's present path
         for node in case.chance.sample(range(len(parents)), len(parents)):
             wanted = _path(parents, node)

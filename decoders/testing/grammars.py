@@ -1,7 +1,7 @@
 """The check that every grammar backend must pass: its masks, steps and rollbacks agree with the language.
 
-The languages are small regular languages and a recursive one (:mod:`.languages`), with one token per byte and with merged tokens.
-:mod:`.grammar_checks` compares matchers with an automaton that shares no code with backends, along random walks.
+The languages are small regular languages and a recursive language (:mod:`.languages`). One vocabulary has a token per byte, the other
+also has longer tokens. On random walks, :mod:`.grammar_checks` compares matchers with an automaton that shares no code with backends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHECKS: tuple[Check, ...] = (
 def check_backend(
     backend: Backend | type[Backend], *, policies: Sequence[Policy] = ("full", "canonical"), seed: int = 0
 ) -> None:
-    """Compiles every language in every notation that the backend reads, and runs all checks on it.
+    """Compiles every language in every notation that the backend reads, and runs all checks on each compiled grammar.
 
     Raises:
         AssertionError: a check failed. The message names the check, the language and the reason.
@@ -64,7 +64,7 @@ def check_backend(
 def check_grammar(
     grammar: CompiledGrammar, reference: Reference, *, checks: Iterable[Check] | None = None, seed: int = 0
 ) -> None:
-    """Runs all checks, or `checks`, on one compiled language.
+    """Runs `checks` (by default all checks) on a compiled grammar.
 
     Raises:
         AssertionError: a check failed. The message names the check and the reason.
@@ -81,7 +81,7 @@ def check_grammar(
 
 
 def _reads(backend: Backend, notation: str) -> bool:
-    """Whether the backend compiles a language that has only this `notation`."""
+    """Whether the backend compiles a language that is given in `notation` only."""
     languages = {"regex": Language("a", regex="a"), "lark": Language("a", lark='start: "a"\n')}
     try:
         backend.compile(languages[notation], byte_vocabulary())

@@ -1,6 +1,6 @@
-"""The conformance kit. Every strategy must pass it.
+"""The conformance kit for strategies: checks that every strategy must pass.
 
-Use it in one call, or as one pytest case per check::
+Run all checks in one call, or each check as a pytest case::
 
     check_strategy(MyStrategy(width=3))
 
@@ -54,7 +54,7 @@ CHECKS: tuple[Check, ...] = (
     check_draft_tokens_are_accepted,
 )
 
-#: Checks of token equality. They do not apply to lossy strategies (``exact = False``).
+#: Checks of token equality, which do not apply to lossy strategies (``exact = False``).
 EXACT_ONLY: frozenset[Check] = frozenset(
     {
         checks.check_greedy_equals_transformers,
@@ -68,7 +68,7 @@ EXACT_ONLY: frozenset[Check] = frozenset(
 
 
 def checks_for(strategy: Strategy | type[Strategy]) -> tuple[Check, ...]:
-    """The checks that apply to a strategy: all checks, but for a lossy strategy without :data:`EXACT_ONLY`."""
+    """The checks that apply to a strategy: all checks, or all but :data:`EXACT_ONLY` if the strategy is lossy."""
     return tuple(check for check in CHECKS if strategy.exact or check not in EXACT_ONLY)
 
 
@@ -80,10 +80,10 @@ def check_strategy(
 
     Args:
         strategy: an instance, or a class that works with its default settings.
-        models: models, or names in :data:`~decoders.testing.models.ARCHITECTURES`. Default: one with and one without sliding windows.
+        models: models, or names in :data:`~decoders.testing.models.ARCHITECTURES`. Default: "llama", and "gemma2" with sliding windows.
         compile: whether the loop is compiled. A compiled loop starts more slowly, but is closer to real use.
-        thorough: whether to try every combination of model, number of rows and kind of call, on longer texts. Otherwise fewer
-            combinations are tried, so that every pair of values occurs.
+        thorough: whether to try every combination of model, number of rows and options of ``generate``, on longer texts. Otherwise
+            fewer combinations are tried, among which every pair of values occurs.
 
     Raises:
         AssertionError: a check failed. The message names the check and the reason.
@@ -122,7 +122,7 @@ def check_alone(check: Check, conditions: Conditions, strategy: Strategy) -> Non
 
 
 def fresh(strategy: Strategy) -> Strategy:
-    """A copy of `strategy` that shares the objects in its settings, such as models. Or `strategy` itself if it cannot be copied."""
+    """A copy of `strategy` that shares the objects in its settings, such as models; `strategy` itself if it cannot be copied."""
     memo = {id(s.settings): s.settings for s in (strategy, *parts_of(strategy)) if hasattr(s, "settings")}
     try:
         return copy.deepcopy(strategy, memo)

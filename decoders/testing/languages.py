@@ -23,13 +23,13 @@ STOPPED = "stopped"
 
 
 class ToyAutomaton(ABC):
-    """A reference automaton over bytes. A text can be completed from every state that it returns."""
+    """A reference automaton over bytes. A text can be completed from every state that :meth:`step` returns."""
 
     start: Hashable
 
     @abstractmethod
     def step(self, state: Any, byte: int) -> Hashable | None:
-        """The state after `byte`; None if it is illegal."""
+        """The state after `byte`; None if `byte` is illegal."""
 
     @abstractmethod
     def ends(self, state: Any) -> bool:
@@ -37,7 +37,7 @@ class ToyAutomaton(ABC):
 
 
 class ToyRegex(ToyAutomaton):
-    """The automaton of a regular expression that has the same meaning in interegular and in Rust's ``regex``.
+    """The automaton of a regular expression, which must mean the same in interegular and in Rust's ``regex``.
 
     A state is a pair: interegular's state, and the bytes of an incomplete character.
     """
@@ -70,7 +70,7 @@ class ToyRegex(ToyAutomaton):
         return after if after is not None and self._fsm.islive(after) else None
 
     def _characters(self, begun: bytes) -> list[str]:
-        """Characters whose UTF-8 begins with the bytes `begun`: all such characters that the pattern names, and one other."""
+        """Characters whose UTF-8 begins with the bytes `begun`: all that the pattern names, and one of the others, which are alike."""
         if begun not in self._begun:
             named = [s for s in self._symbols if s.encode().startswith(begun)]
             other = (chr(c) for c in _code_points(begun) if not 0xD800 <= c < 0xE000 and chr(c) not in named)
@@ -131,7 +131,7 @@ class Reference:
     _successors: dict[Hashable, list[Hashable | None]] = field(default_factory=dict, repr=False)
 
     def legal(self, state: Hashable) -> dict[int, Hashable]:
-        """The tokens that are legal in `state`, each with the state after it."""
+        """Maps the tokens that are legal in `state` to the states after them."""
         if state == STOPPED:
             return {}
         if state not in self._memo:
@@ -146,7 +146,7 @@ class Reference:
         return self._memo[state]
 
     def after(self, state: Hashable, text: bytes) -> Hashable | None:
-        """The state after the bytes `text`; None if they are illegal."""
+        """The state after the bytes `text`; None if `text` is illegal."""
         for byte in text:
             after = self._steps(state)[byte]
             if after is None:
@@ -168,13 +168,13 @@ class Reference:
         return self._forced[state]
 
     def ending(self, state: Any) -> bytes:
-        """Bytes that complete the text. The search avoids characters of several bytes, because there are too many."""
+        """Bytes that complete the text. The search avoids characters of several bytes, because there are too many of them."""
         if state not in self._endings:
             self._endings[state] = self._search(state)
         return self._endings[state]
 
     def _steps(self, state: Any) -> list[Hashable | None]:
-        """The state after each byte."""
+        """The states after all 256 bytes; None for illegal bytes."""
         if state not in self._successors:
             self._successors[state] = [self.automaton.step(state, byte) for byte in range(256)]
         return self._successors[state]
@@ -268,16 +268,16 @@ def merged_vocabulary() -> Vocabulary:
     ]
     texts = [text.encode() for text in longer]
     texts += ["é".encode()[1:] + "é".encode()[:1], "日".encode()[:2], "😀".encode()[1:], "😀".encode()[:3], b'"\xc3']
-    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four have two tokens each
+    texts += [b"a\x03", b"\x03b", b"\x00\x00", b"yes", b"a", b'"', "é".encode()]  # the last four are duplicates
     tokens: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256)), None, None, *texts]
-    stop = 64  # an id in the middle. Its bit is the lowest of a word of the mask
+    stop = 64  # an id in the middle, whose bit is the lowest in a word of the mask
     tokens.insert(stop, None)
     return Vocabulary(tokens + [None] * 40, stops=(stop, 0))
 
 
 @functools.cache
 def references() -> tuple[Reference, ...]:
-    """All languages over all vocabularies. They are created once, so that all checks share their caches."""
+    """All languages over all vocabularies. Created once, so that all checks share the caches of the references."""
     vocabularies = byte_vocabulary(), merged_vocabulary()
     return tuple(
         Reference(language, automaton, vocabulary)

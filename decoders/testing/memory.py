@@ -201,7 +201,7 @@ RANDOM = "draw with decoders.sampling.gumbel_noise, or with a generator of the s
 
 
 def surroundings() -> dict[str, Any]:
-    """The present states of the process, by the names in :data:`STATES`."""
+    """The current states of the process, by the names in :data:`STATES`."""
     return {name: look() for name, (look, _) in STATES.items()}
 
 
@@ -222,7 +222,7 @@ def _same(state: Any, other: Any) -> bool:
 
 @contextmanager
 def undisturbed(hook: str) -> Iterator[None]:
-    """Restores the states of the process after the block. If the block changed one, raises an AssertionError that names `hook`."""
+    """Restores the states of the process after the block. If the block changed a state, raises an AssertionError that names `hook`."""
     before = surroundings()
     try:
         yield

@@ -1,7 +1,7 @@
 """Tiny random models of many designs (architectures), built from transformers' own configs in milliseconds, without a download.
 
-The weights are drawn so that greedy output depends on the context, and the best token is best by far. So a test of equal tokens does
-not pass by luck, and does not fail by rounding. Sliding windows and chunks are a few tokens long, so that short texts exceed them.
+The weights make greedy output depend on the context, so that tests of equal tokens do not pass by luck. The likeliest token is the
+likeliest by far, so that the tests do not fail by rounding. Sliding windows and chunks are shorter than the texts of tests.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Architecture:
     Attributes:
         model_type: transformers' name of the design.
         options: config values.
-        embedding: scale of the embeddings. It must be small if the embeddings are tied to the output head, or if the model scales
-            them. With large embeddings, the likeliest next token would always be the text's last token.
+        embedding: scale of the embeddings. The scale must be small if the embeddings are tied to the output head, or if the model
+            scales them. With large embeddings, the likeliest next token would always be the text's last token.
         seq2seq: whether it is an encoder-decoder model.
     """
 
@@ -64,7 +64,7 @@ class Architecture:
 
 
 def created(auto: Any, config: PreTrainedConfig, embedding: float, seed: int) -> PreTrainedModel:
-    """A model of `config`, in evaluation mode. auto: the auto class that creates it. embedding: see :class:`Architecture`."""
+    """A model of `config`, in evaluation mode. auto: transformers' auto class of the model. embedding: see :class:`Architecture`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
@@ -76,7 +76,7 @@ def created(auto: Any, config: PreTrainedConfig, embedding: float, seed: int) ->
 
 @torch.no_grad()
 def _spread(model: PreTrainedModel, scale: float) -> None:
-    """Draws matrices anew, with standard deviation ``1/√fan_in`` times a gain. Adds noise to vectors. Makes logits differ widely."""
+    """Draws matrices with standard deviation ``gain/√fan_in``, and adds noise to vectors, so that logits differ widely."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     for name, parameter in model.named_parameters():
@@ -261,7 +261,7 @@ UNSUPPORTED: Mapping[str, Architecture] = MappingProxyType(
 
 @torch.no_grad()
 def tiny_draft(name: str, seed: int = 0, noise: float = 0.05, **options: Any) -> PreTrainedModel:
-    """A draft model that often agrees with ``tiny_model(name, seed, **options)``. It has the same weights plus relative `noise`."""
+    """A draft model that often agrees with ``tiny_model(name, seed, **options)``: the same weights times ``1 + noise·N(0, 1)``."""
     model = tiny_model(name, seed, **options)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():

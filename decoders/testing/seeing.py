@@ -44,7 +44,7 @@ class SeeingArchitecture:
         tokens: number of placeholder tokens of one image or sound.
         pixels: takes a number of images or sounds and a random generator, and returns the model's inputs for them.
         types: name of the argument that marks image tokens; None if there is none.
-        by_row: whether pixels are arranged by row of the batch and then by image.
+        by_row: whether ``pixel_values`` has a dimension for rows of the batch, before the dimension for images.
         embedding: see :class:`~decoders.testing.models.Architecture`.
     """
 
@@ -123,7 +123,7 @@ def _sound(
 
     Args:
         mask: name of the argument that distinguishes frames from padding; None if there is none.
-        masked: length of the mask; None: `frames`.
+        masked: length of the mask; None: the number of frames.
         flags: whether the mask has bools instead of numbers.
         last: whether the features are the last dimension.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Reads:
-    """Raises errors if a hook reads the device. From the first recorded step on, also if it makes tensors from data of the host."""
+    """Raises errors if a hook waits for the device or, from the first recorded step on, creates tensors from data of the host."""
 
     def __init__(self) -> None:
         self.modes: tuple[NoHostReads, NoWaiting] | tuple[()] = ()
@@ -44,7 +44,7 @@ class _Reads:
 
 
 class _Exempt:
-    """Wraps ``context.guide`` so that its `forced` may read the device. The guide itself declares whether it does so."""
+    """Wraps ``context.guide``, so that its method `forced` is not checked: the guide declares whether it waits for the device."""
 
     def __init__(self, guide: Forced, reads: _Reads) -> None:
         self.guide, self.reads = guide, reads
@@ -74,11 +74,11 @@ class Spy(Wrapped):
     """Forwards every call to `inner`, and logs steps in `seen`. Raises AssertionError for drafts that break the contract of
     ``Draft``.
 
-    It also raises AssertionError for hooks that write to the loop's tensors, or that change the strategy's instance, its settings, or
-    the state of the process (random states, default dtype, grad mode and others). The message names the hook.
+    The spy also raises AssertionError for hooks that write to the loop's tensors, or that change the strategy's instance, its settings,
+    or the state of the process (random states, default dtype, grad mode and others). The message names the hook.
 
     Args:
-        forbid_host_reads: whether hooks must not read tensors of the device on the host.
+        forbid_host_reads: whether hooks must not copy values from the device to the host.
         part: whether `inner` is a part of another strategy. Messages then name `inner`.
     """
 
@@ -198,7 +198,7 @@ def inspect_draft(draft: Draft, sequences: Sequences, vocab: int) -> None:
 
 
 def inspect_scores(draft: Draft, sequences: Sequences, vocab: int) -> None:
-    """Raises AssertionError if the scores of a draft have a wrong dtype or shape, or if their values are no logits."""
+    """Raises AssertionError if the scores of a draft have a wrong dtype or shape, or hold NaN, inf or only -inf."""
     scores = draft.scores
     assert scores is not None
     wanted = [*draft.tokens.shape, vocab]
@@ -232,7 +232,7 @@ def inspect_tree(tree: TreeTensors, rows: int) -> None:
         )
         for node in range(1, n):
             if not any(ancestors[node]):
-                continue  # a node that is not a candidate may have any visibility and offset
+                continue  # a node that is not a candidate may see any nodes, and have any position
             parent = parents[node]
             assert 0 <= parent < node, f"node {node} has parent {parent}: a parent must come before its child"
             wanted = list(ancestors[parent])

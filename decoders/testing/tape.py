@@ -35,12 +35,12 @@ WAITING = frozenset(
     }
 )  # fmt: skip
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_})
-#: Operations that turn data of the host into a tensor. ``torch.tensor`` and similar functions dispatch them.
+#: Operations that turn data of the host into a tensor. ``torch.tensor`` and similar functions call these operations.
 FROM_HOST = frozenset({aten.lift, aten.lift_fresh})
 
 
 class HostReadError(AssertionError):
-    """A hook of a strategy that claims ``on_device`` read the device."""
+    """A hook of a strategy that claims ``on_device`` made the host wait for a value of the device."""
 
 
 class RecordingError(AssertionError):
@@ -48,7 +48,7 @@ class RecordingError(AssertionError):
 
 
 class NoHostReads(TorchFunctionMode):
-    """Raises HostReadError for functions that read the device."""
+    """Raises HostReadError for functions that make the host wait for the device."""
 
     off = False
 
@@ -91,7 +91,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def host_read(func: Any, args: tuple, kwargs: dict) -> str | None:
-    """Describes, for a message, how a call of PyTorch waits for the device. None if it does not wait."""
+    """Describes, for a message, how a call to a function of PyTorch waits for the device. None if the function does not wait."""
     name = getattr(func, "__name__", "")
     if name in HOST_READS:
         return f"{name}()"
@@ -130,7 +130,7 @@ def refuse_host_data(func: Any, args: tuple) -> None:
 
 
 def _index(func: Any, args: tuple) -> Iterator[Any]:
-    """Yields the parts of the index if `func` reads or writes by index. Otherwise yields nothing."""
+    """Yields the parts of the index, such as ``i, j`` in ``x[i, j]``, if `func` reads or writes by index. Otherwise yields nothing."""
     if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
         yield from args[1] if isinstance(args[1], tuple) else args[1:2]
 
@@ -141,8 +141,8 @@ class Tape(TorchDispatchMode):
     In a replay no Python code of the hook runs. Values of the host stay as they were in the recording, and results are written to the
     recorded tensors. When recording ends, all tensors that were written are restored, so that recording alone does not change them.
 
-    Like a graph, the tape does not keep memory alive that the operations use and did not allocate. :meth:`replay` raises RecordingError
-    if such memory was freed.
+    Like a graph, the tape keeps only the memory alive that its operations allocated. :meth:`replay` raises RecordingError if other
+    memory that the operations use was freed.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Tape(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        # Passes of a model may have created inference tensors, which can be written only in inference mode.
+        # The forward pass of a model may have created inference tensors, which can be written only in inference mode.
         with torch.inference_mode():
             for tensor, before in reversed(self._before):
                 tensor.copy_(before)
@@ -172,7 +172,7 @@ class Tape(TorchDispatchMode):
         own = {output.untyped_storage().data_ptr() for *_, outputs in self._operations for _, output in outputs}
 
         def placed(value: Any) -> Any:
-            # A tensor without dimensions may be a number of Python, which a graph holds.
+            # A tensor without dimensions may come from a Python number, which a graph stores, so the tape keeps it alive.
             outside = isinstance(value, Tensor) and value.dim() and value.numel()
             return _Place(value) if outside and value.untyped_storage().data_ptr() not in own else value
 
@@ -190,7 +190,7 @@ class Tape(TorchDispatchMode):
 
 
 class _Place:
-    """The place of a tensor in memory that the tape does not hold."""
+    """Refers to a tensor without keeping the tensor's memory alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._memory, self._empty = weak_memory(tensor), tensor.new_empty(0)
@@ -199,7 +199,7 @@ class _Place:
     def tensor(self) -> Tensor:
         memory = self._memory()
         if memory is None:
-            raise RecordingError("a replay uses memory that was freed after the recording: the recording must hold it")
+            raise RecordingError("replay uses memory that was freed after the recording: keep its tensor in the state")
         return self._empty.detach().set_(memory, *self._layout)
 
 

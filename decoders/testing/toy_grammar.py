@@ -74,7 +74,7 @@ class TokenAutomaton(Tabulated):
         return self.vocabulary.spell(run)
 
     def tables(self) -> Tables:
-        """Tables of the automaton over bytes. Each token is spelled with two bytes, and no text may end between them."""
+        """The automaton's transitions by byte. Each token is spelled with two bytes, and no text may end between the two bytes."""
         halves = {(state, token >> 7) for state, after in enumerate(self.following) for token in after}
         between = {half: len(self.following) + place for place, half in enumerate(sorted(halves))}
         following = torch.zeros(len(self.following) + len(between), 256, dtype=torch.int32)

@@ -22,10 +22,10 @@ Tables = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Enumeration:
-    """All drafts that a drafter can make for one tree, as the rows of one block.
+    """All drafts that a drafter can make for one tree, as the rows of one batch to verify.
 
     Attributes:
-        block: ``R`` rows, one per draft.
+        block: the verifier's input, with ``R`` rows, one per draft.
         weight: ``[R]``, the probability of each draft. The sum is 1.
         prefix: ``[R, N]`` int64, the tokens of each node's path, as one number in base V. -1 if a draft token of the path is missing.
     """
@@ -42,9 +42,9 @@ class EnumerationCase:
     Attributes:
         name: the case's name, for messages.
         parents: parent of each node; -1 for the root and for nodes that are not draft tokens.
-        target: the target's tables, one more than the tree's depth.
-        draft: the draft model's tables.
-        sure: nodes whose token is not drawn. They get the likeliest token that no earlier sibling has.
+        target: the target model as tables: one table per depth of the tree, the root's depth included.
+        draft: the draft model as tables.
+        sure: nodes whose token is not drawn, but is the likeliest token that no earlier sibling has.
         silent: nodes that have a draft token only if their parent's :attr:`Enumeration.prefix` is odd.
     """
 
@@ -68,7 +68,7 @@ class EnumerationCase:
         return depths
 
     def drafts(self) -> Enumeration:
-        """Enumerates all drafts. Goes from node to node, and replaces every row by one row for each token that the node can draw."""
+        """Enumerates all drafts, node by node: every row is replaced by a row for each token that the drafter can draw at the node."""
         weight = torch.ones(1, dtype=self.target[0].dtype)
         nodes = torch.zeros(1, 1, dtype=torch.int64)
         prefix = torch.zeros(1, 1, dtype=torch.int64)
@@ -89,7 +89,7 @@ class EnumerationCase:
         return Enumeration(Block(nodes, tree, target, draft), weight, prefix)
 
     def _proposal(self, node: int, nodes: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
-        """A node's draft distribution in the block, ``[R, V]``, and its probabilities ``[R, V+1]`` of drawing each token, or none."""
+        """A node's draft distribution for the verifier ``[R, V]``, and probabilities of drafting each token or none ``[R, V+1]``."""
         parent = self.parents[node]
         rows, vocab = len(nodes), self.vocab
         if parent < 0:
@@ -127,7 +127,7 @@ class EnumerationCase:
         return torch.nn.functional.one_hot(tokens, self.vocab).to(self.target[0].dtype)
 
     def continued(self, weights: Tensor, depth: int) -> Tensor:
-        """Extends `weights` ``[V**depth, V]``, the joint distribution of ``depth + 1`` tokens, by the target's remaining tables."""
+        """Extends `weights` ``[V**depth, V]``, the joint distribution of ``depth + 1`` tokens, by tokens that the target draws."""
         joint = weights.flatten()
         for table in self.target[depth + 1 :]:
             joint = (joint[:, None] * table).flatten()
@@ -238,7 +238,7 @@ def check_contract(block: Block, outcomes: Outcomes) -> None:
 
 
 def cases(*, trees: bool, seed: int = 0) -> Iterator[EnumerationCase]:
-    """Yields cases: several kinds of model pairs, on chains and (if `trees`) trees, with drawn, sure or missing draft tokens."""
+    """Yields cases: pairs of models, on chains and (if `trees`) on trees, with draft tokens that are drawn, not drawn, or missing."""
     shapes = CHAINS | (TREES if trees else {})
     generator = torch.Generator().manual_seed(seed)
     for (shape, parents), kind in itertools.product(shapes.items(), KINDS):
@@ -324,7 +324,7 @@ def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
 
 
 def _check_no_graph_break(verifier: Verifier, block: Block) -> None:
-    """Traces ``outcomes`` as the compiled core does, without generating code."""
+    """Traces ``outcomes`` with torch.compile, without generating code, and raises AssertionError if the graph breaks."""
     try:
         traced = torch.compile(verifier.outcomes, fullgraph=True, backend="eager")(block)
     except Exception as error:

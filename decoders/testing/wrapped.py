@@ -31,7 +31,7 @@ HOOKS = [
 class Wrapped(Strategy):
     """Declares the traits of `inner` and forwards every hook to it.
 
-    Only the trait `rests` is False, so that the loop skips no drafts, however much steps cost on the machine.
+    Only the trait `rests`, which lets the loop skip drafts, is False: what is drafted then does not depend on the costs of steps.
     """
 
     def __init__(self, inner: Strategy) -> None:
@@ -62,9 +62,9 @@ for _hook in HOOKS:
 
 
 class Replayed(Wrapped):
-    """Forwards calls to `inner` with tensors written in place and never replaced. Logs every draft.
+    """Forwards calls to `inner`, as CUDA graphs do, with arguments in the same tensors in every step. Logs every draft.
 
-    After the first steps, the shapes and the state's tensors must stay the same, because a recording needs this.
+    After the first steps, shapes and the tensors of the strategy's state must stay the same, because a recording cannot follow changes.
 
     Args:
         record: whether each hook is recorded after the first steps, and replayed from then on.
@@ -81,7 +81,7 @@ class Replayed(Wrapped):
         self.rebound: str | None = None
 
     def start(self, context: Context) -> Any:
-        # Steps with a grammar's guide on the host are never recorded.
+        # If a grammar computes forced tokens on the host (``context.guide``), no step is recorded.
         self._recordable = context.guide is None or context.guide.on_device
         self.drafts = []
         self._tapes: dict[str, tuple[Tape, Any]] = {}
@@ -128,7 +128,7 @@ class Replayed(Wrapped):
         return result
 
     def _sequences(self, sequences: Sequences) -> Sequences:
-        """A copy of `sequences`. As on CUDA, its tensors are never replaced, and have slots for the whole call."""
+        """A copy of `sequences`. As on CUDA, the copy's tensors are the same in every step, and have slots for the whole call."""
         parts = tensors_of(sequences)
         tokens = self._static.setdefault("tokens", sequences.tokens.new_zeros(sequences.tokens.shape[0], self._slots))
         width = min(self._slots, sequences.tokens.shape[1])
@@ -142,7 +142,7 @@ class Replayed(Wrapped):
         if own is None or (own.shape != tensor.shape and len(self.drafts) <= WARM_UP_STEPS + 1):
             self._static[name] = own = tensor.clone()
         if own.shape != tensor.shape:
-            raise ShapeError(f"{name} is {list(tensor.shape)} after {list(own.shape)}: a recorded step has one shape")
+            raise ShapeError(f"{name} is {list(tensor.shape)} after {list(own.shape)}: shapes must stay the same")
         return own.copy_(tensor)
 
     def _compare_shape(self, draft: Draft) -> None:
@@ -151,7 +151,7 @@ class Replayed(Wrapped):
         if self._shape is not None and shape != self._shape:
             nodes, before = shape[0][1] + 1, self._shape[0][1] + 1
             what = f"{nodes} nodes after {before}" if nodes != before else f"another tree of {nodes} nodes"
-            raise ShapeError(f"proposes {what}: a recorded step has one shape; pad with -1, or take TreeTensors")
+            raise ShapeError(f"proposes {what}: shapes must stay the same; pad with -1, or use TreeTensors")
         self._shape = shape
 
     def _compare_places(self, state: Any) -> None:
@@ -178,7 +178,7 @@ def _equal(own: Any, other: Any) -> bool:
 
 
 class ShapeError(AssertionError):
-    """A shape or tensor changed between steps. A recording needs it unchanged."""
+    """A shape or tensor changed between steps, which a recording cannot follow."""
 
 
 class ReplaySettings(Settings):
@@ -197,7 +197,7 @@ class Replay(Strategy):
     summary = "Proposes a known text with some wrong tokens (for tests)."
     settings_class = ReplaySettings
     on_device = True
-    rows_apart = False  # texts belong to positions in the batch
+    rows_apart = False  # row i of the batch drafts from text i
 
     def start(self, context: Context) -> Tensor:
         texts = self.settings.texts

@@ -49,7 +49,7 @@ def test_what_may_be_set(given: list[str], strategy: str, config: dict[str, Any]
         (["suffix.alfa"], "Did you mean 'alpha'"),
         (["suffix.remember=10"], "MIN..MAX"),
         (["suffix.remember=5..2"], "MIN..MAX"),
-        (["medusa.heads"], "names a file"),
+        (["medusa.heads"], "may name files"),
         (["none", "suffix.alpha"], "lets clients set nothing"),
     ],
 )

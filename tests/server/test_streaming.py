@@ -41,7 +41,7 @@ def test_a_stream_with_nothing_to_send_stays_alive(monkeypatch: pytest.MonkeyPat
     async def run(_: Any, function: Callable[[], bytes]) -> bytes:
         return function()
 
-    choice = SimpleNamespace(index=0, generation=generation, judged=False)
+    choice = SimpleNamespace(index=0, generation=generation, needs_validation=False)
     answer: Any = SimpleNamespace(
         job=SimpleNamespace(choices=[choice], cancel=lambda: None),
         service=SimpleNamespace(threads=None, run=run),

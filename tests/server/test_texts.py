@@ -18,7 +18,7 @@ pytest.importorskip("fastapi")
 from decoders.common.pieces import special_tokens, text_behind
 from decoders.constraints.calls import not_beginning
 from decoders.engine.decode.output import TokenLogprobs
-from decoders.server.answers import Growing
+from decoders.server.answers import GrowingChoice
 from decoders.server.arguments import Stops, StopStrings
 from decoders.server.texts import ChoiceText, Spelling, named
 from decoders.testing.models import ARCHITECTURES, Architecture
@@ -89,7 +89,7 @@ def test_tokens_with_log_probabilities_are_those_of_the_text(
         logprobs=[],
         call=SimpleNamespace(request=SimpleNamespace(stopping=SimpleNamespace(tokens=()))),
     )
-    growing = Growing(
+    growing = GrowingChoice(
         SimpleNamespace(generation=generation, prompt=[]), joining, Stops(tuple(stops)), Spelling(joining)
     )  # type: ignore[arg-type]
     shown, data = "", b""
@@ -125,7 +125,7 @@ def test_tokens_stand_at_their_places_with_their_bytes(
         tokens=ids, drafted=[token % 2 > 0 for token in ids], logprobs=[TokenLogprobs(token, 0.0, ()) for token in ids],
         call=SimpleNamespace(request=SimpleNamespace(stopping=SimpleNamespace(tokens=()))),
     )  # fmt: skip
-    growing = Growing(
+    growing = GrowingChoice(
         SimpleNamespace(generation=generation, prompt=prompt), tokenizer, Stops(tuple(stops)), Spelling(tokenizer)
     )  # type: ignore[arg-type]
     spans, tokens = growing.read(ended=True)

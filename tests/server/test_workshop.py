@@ -27,7 +27,7 @@ from decoders.errors import DeadlineError, GrammarError
 from decoders.server.bodies import CompletionBody
 from decoders.server.forks import exchanged
 from decoders.server.refusals import Refusal
-from decoders.server.workshop import Workshop, apply, judged
+from decoders.server.workshop import Workshop, apply, broken_rule
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="work is done in threads there")
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)] + [None], [256])
@@ -110,8 +110,8 @@ def test_texts_are_judged(workshop: Workshop) -> None:
     """Backtracking would take years for this pattern."""
     grammar = workshop.prepared(schema({"const": "a" * 40 + "!", "not": {"pattern": "^(a+)+$"}}, strict=False), patient)
     text = [*json.dumps("a" * 40 + "!").encode()]
-    assert judged(grammar, text, patient) is None
-    assert "breaks const" in (judged(grammar, [*b'"a"'], patient) or "")
+    assert broken_rule(grammar, text, patient) is None
+    assert "breaks const" in (broken_rule(grammar, [*b'"a"'], patient) or "")
     grammar.judge([*b'"a"'])  # a thread that decodes does not wait for it
 
 
