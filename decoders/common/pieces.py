@@ -55,7 +55,7 @@ class TextPieces:
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
-        # The known text ends within a character only if the prompt does, because pieces end at whole characters.
+        # The last known character may be incomplete only at first: the prompt may end within a character, but no piece does.
         cut = self._known.endswith(UNFINISHED)
         begin = len(commonprefix((self._known, text)) if cut else self._known)  # noqa: RUF071 -- no files
         piece = text[begin:]

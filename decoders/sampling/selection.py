@@ -20,7 +20,7 @@ from .processors import OPERATIONS, at_temperature
 FIRST = 64
 #: Largest relative error of one float32 operation: half the distance from 1 to the next float32.
 _ROUNDING = 2.0**-24
-#: float32 numbers per vector register, which is the number of partial sums in torch's softmax; at least 4 on any CPU.
+#: Number of float32 values in a vector register, and so of partial sums in torch's softmax; at least 4 on any CPU.
 _LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NEVER = float("-inf")
 

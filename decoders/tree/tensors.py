@@ -13,7 +13,7 @@ from torch import Tensor
 from ..common.host_reads import host_reads
 from ..errors import DraftError, amount
 
-#: The parent of a root in lists of parents.
+#: In lists of parents, the value for a root.
 NO_PARENT = -1
 #: Greatest number of nodes of a block, the root included. It is limited, because masks and attention grow with its square.
 MAX_NODES = 1024

@@ -60,7 +60,7 @@ class Rejection(Verifier):
     def outcomes(self, block: Block) -> Outcomes:
         p, q, chain = block.target[:, :-1], block.draft, block.chain
         probability = p.gather(2, block.nodes[:, 1:, None].clamp(min=0))[..., 0]
-        accept = torch.where(chain, (probability / block.drawn).clamp(max=1), 0.0)  # [B, N-1], entry i is for node i+1
+        accept = torch.where(chain, (probability / block.drawn).clamp(max=1), 0.0)  # [B, N-1], entry i for node i+1
         reach = pad(accept, (1, 0), value=1.0).cumprod(1)
         residual = torch.where(chain[..., None], normalised((p - q).clamp(min=0), p), p)
         return Outcomes(reach * (1 - pad(accept, (0, 1))), torch.cat([residual, block.target[:, -1:]], 1))

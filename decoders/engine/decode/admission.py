@@ -29,7 +29,7 @@ SHARED_PASS = 512
 
 @dataclass(eq=False)
 class Seat:
-    """A request of a lane, and its place: a row of the pool, the session with the keys and values of all requests of the lane.
+    """A request of a lane, and its place: a row of the pool. The pool is the session with keys and values of all requests of the lane.
 
     Attributes:
         member: the request and its output.

@@ -61,7 +61,7 @@ class Batch:
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
-        root: ``[B, H]``, the caller's embedding of each prompt's last position, for the first step; None if the position has a token.
+        root: ``[B, H]``, for the first step: the caller's embeddings of the prompts' last positions; None if these have token ids.
         may_err: whether a check of trees or verifiers may have noted a fault on the device. If so, :meth:`raise_faults` looks it up.
 
     Args:
@@ -122,7 +122,7 @@ class Batch:
         return [ended for member, _ in self.members for ended in member.finished]
 
     def known(self, outcome: Outcome | None = None) -> HostRows:
-        """Returns the rows' lengths and tokens as lists, without reading the device.
+        """Returns the rows' lengths and tokens as lists, without reading from the device.
 
         outcome: the last step's outcome, if its tokens are not in the members' outputs yet.
         """
@@ -136,7 +136,7 @@ class Batch:
         prompts = [len(member.request.prompts[row]) for member, row in rows]
 
         def tokens_from(first: int) -> list[list[int]]:
-            # When the strategy calls this, the members' outputs may already hold the tokens of `new` and of later steps.
+            # When the strategy calls `tokens_from`, the members' outputs may already hold the tokens of `new` and of later steps.
             texts = [member.tokens_from(row, first) for member, row in rows]
             own = [
                 (text + tokens[max(first - begin, 0) :])[: max(begin + len(tokens) - first, 0)]
@@ -185,7 +185,7 @@ class Batch:
         if isinstance(self.guide, HostGuide) and stays:
             return self.guide.rebatch(sources, grammars)
         on_device: Guide | None = None
-        if not self.shared and target.static and has_64_bits(target.device):  # steps may be recorded, without the host
+        if not self.shared and target.static and has_64_bits(target.device):  # recorded steps cannot use the host
             on_device = DeviceGuide.of(grammars, target.vocab_size, target.device, self.compiler(self.engine))
         return on_device or HostGuide.of(grammars, target.vocab_size, target.device, shared=self.shared)
 
@@ -326,7 +326,7 @@ class Batch:
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the prompt tokens that were left to the first step; called for a draft model that shares the target's slots."""
+        """Prefills the end of the prompts, if it was left to the first step. Drafters that share the target's slots need it earlier."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]

@@ -93,7 +93,7 @@ class Proposer:
             with untouched("start", strategy, context.sequences):
                 self.state = strategy.start(context)
             self._started = True
-        if self.worth is not None:  # the first step must not wait for the files of measured costs
+        if self.worth is not None:  # reads the files of measured costs before the first step
             self.step_costs()
         return not stays
 

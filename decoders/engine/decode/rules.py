@@ -196,7 +196,7 @@ def _is_outcomes(mass: Tensor) -> Tensor:
 
 
 def _salt(keys: Tensor, value: int) -> Tensor:
-    """``[B, 1]``: `value` for every row, the `positions` of :func:`gumbel_noise`."""
+    """``[B, 1]``: `value` for every row, to be passed to :func:`gumbel_noise` as `positions`."""
     return torch.full_like(keys, value)[:, None]
 
 

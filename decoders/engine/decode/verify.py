@@ -197,7 +197,7 @@ def append(
 
 
 class StepFunctions(Beside):
-    """The functions that draw tokens and accept a path. The :class:`Tiers` of a forward pass decide which functions run compiled."""
+    """The functions that draw tokens and accept a path. Whether they run compiled depends on the forward pass (:class:`Tiers`)."""
 
     def __init__(self) -> None:
         self.forget()

@@ -239,7 +239,7 @@ class ModelDrafter(Drafter):
         return expansion
 
     def advance(self) -> Advance:
-        raise TypeError("advance() needs a drafter with a stage: call extend()")
+        raise TypeError("advance() needs a drafter that was opened with `stage`: call extend()")
 
     def root(self) -> Expansion:
         return self.run("root", self.covering(1)[0], self.counts.range(self.reach), *self._masks())

@@ -53,7 +53,7 @@ class ModuleTwin:
         places = {parameter.device for parameter in module.parameters()}
         if places - {device}:
             raise UnsupportedError(
-                f"{name} is on {', '.join(sorted(map(str, places)))}, the target on {device}: move it"
+                f"{name} is on {', '.join(sorted(map(str, places)))}, the target on {device}: move {name} there"
             )
         self.module, self.device, self.name = share_weights(module), device, name
         self.cache_keyword = cache_keyword(self.module)

@@ -41,7 +41,7 @@ class StagedDrafter(ModelDrafter):
         super().__init__(batch, above, stack, context, model, ahead, children)
         if strategy.reads_layers or (strategy.reads_prompt and not strategy.rests):
             raise UnsupportedError(
-                f"{strategy.name} cannot draft for a draft model, because it needs the target's hidden states or prompt"
+                f"{strategy.name} cannot draft for a draft model: it needs the target's hidden states or prompt. Take another `stage`"
             )
         self.strategy, self.state, self.counts.drafter = strategy, None, strategy.name
         self._start(context)

@@ -131,7 +131,7 @@ class DeviceGuide(Guide):
         return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
 
     def static_parts(self) -> dict[str, Any]:
-        """The objects that a recorded step reads and writes. Steps must not write to the tables, because calls share them."""
+        """The objects that a recorded step reads and writes. It must not write to the grammars' tables, which several calls share."""
         automaton, history = self.automaton, self._history
         spelling = vars(automaton).get("forced") if history is not None else None
         return dict(

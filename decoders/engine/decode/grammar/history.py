@@ -88,7 +88,7 @@ class DeviceHistory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of this object, for recorded steps: what was learnt so far, and the constant sizes and first bytes of tokens."""
+        """The tensors that recorded steps read and write: what was learnt from the rows, and the sizes and first bytes of tokens."""
         return self.after, self.begun, self.time, self.sizes, self.leads
 
     def read(self, sequences: Sequences) -> None:

@@ -24,7 +24,7 @@ from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text
 
 
 class HostGuide(Guide):
-    """The guide of rows with any grammars.
+    """A guide for any grammars, on the host.
 
     Attributes:
         texts: each row's grammar, as a :class:`~decoders.engine.decode.grammar.texts.Text`.
