@@ -108,8 +108,9 @@ class ByAttributes:
         self.shown, self.attributes = (type(value), value.name, repr(value)), dict(vars(value))
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, ByAttributes) and self.shown == other.shown
-        return same and _alike(self.attributes, other.attributes)
+        if not isinstance(other, ByAttributes):
+            return False
+        return self.shown == other.shown and _alike(self.attributes, other.attributes)
 
     def __hash__(self) -> int:
         return hash(self.shown)
