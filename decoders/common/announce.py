@@ -19,7 +19,7 @@ def announced(work: str) -> Iterator[None]:
     """Logs a warning if the ``with`` block runs longer than :data:`LONG` seconds, and in this case also logs its duration at the end.
 
     Args:
-        work: the beginning of both log lines. It says what the block does, and for which purpose.
+        work: what the block does, and for which purpose. Both log lines begin with this text.
     """
     started = time.perf_counter()
     timer = threading.Timer(LONG, _log.warning, (f"{work} ...",))

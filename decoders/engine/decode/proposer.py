@@ -172,7 +172,7 @@ class Proposer:
         if target.vocabulary.placeholders is None or self.batch.verifier is not None:
             return draft
         placeholders = target.vocabulary.placeholders_on_host if draft.on_host else target.vocabulary.placeholders
-        assert placeholders is not None  # `placeholders_on_host` is None only if `placeholders` is
+        assert placeholders is not None  # either both placeholder tensors are None, or neither
         # torch.isin is not used here: for many placeholders or few tokens it sorts, and waits for the device.
         stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)
         return replace(draft, tokens=draft.tokens.masked_fill(stands_for_images, -1))

@@ -96,7 +96,7 @@ class Returned:
 
     Attributes:
         logits: whether the logits of every generated token are returned.
-        top_logprobs: the call returns log-probabilities of the generated token and of this many likeliest tokens; None returns none.
+        top_logprobs: log-probabilities of the generated token and this many likeliest tokens are returned; None: no log-probabilities.
         on_step: called after every step with lists by row: new tokens, all generated tokens, and whether the row has ended.
         observers: called when the call starts, after every step, and when the call ends.
     """
