@@ -1,4 +1,4 @@
-"""Announces work that a user has to wait for, if it takes long."""
+"""Log lines about work that takes long, so that users know what they wait for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LONG = 2.0
 
 @contextmanager
 def announced(work: str) -> Iterator[None]:
-    """Logs a warning once the ``with`` block has run for :data:`LONG` seconds, and logs the duration of such a block when it ends.
+    """Logs a warning if the ``with`` block runs longer than :data:`LONG` seconds, and in this case also logs its duration at the end.
 
     Args:
-        work: what the block does, and what for. Both log lines begin with it.
+        work: what the block does, and for which purpose. Both log lines begin with this text.
     """
     started = time.perf_counter()
     timer = threading.Timer(LONG, _log.warning, (f"{work} ...",))

@@ -29,7 +29,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
     options: further arguments of ``from_pretrained``.
 
     Raises:
-        OSError, ValueError: the errors of transformers: there is no such model, or it is of neither kind.
+        OSError, ValueError: transformers found no model at `path`, or the model is neither a causal nor a vision-language model.
         GgufError: a package that reads GGUF files is missing.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -47,7 +47,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | str, **options
     with without_progress_bars():
         try:
             return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
-        except ValueError:  # it may be a vision model
+        except ValueError:  # the checkpoint may be a vision-language model
             with contextlib.suppress(ValueError):
                 return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **arguments, **options).eval()
             raise
@@ -57,7 +57,7 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     """Loads the tokenizer of the checkpoint at `path`. options: further arguments of ``from_pretrained``.
 
     Raises:
-        OSError, ValueError: the errors of transformers. GgufError: a package that reads GGUF files is missing.
+        OSError, ValueError: transformers found no tokenizer at `path`. GgufError: a package that reads GGUF files is missing.
     """
     from transformers import AutoTokenizer
 

@@ -32,7 +32,7 @@ def pins(device: torch.device) -> bool:
 def has_64_bits(device: torch.device) -> bool:
     """Whether `device` computes in 64 bits as CPUs do.
 
-    Metal has no float64. Its scatter operators reduce int64 in 32 bits, and some versions sort int64 wrongly or not stably. Many of
+    Metal has no float64. Metal's scatter operators reduce int64 in 32 bits, and some versions sort int64 wrongly or not stably. Many of
     Intel's GPUs have no float64.
     """
     return device.type in TRIED
@@ -44,7 +44,7 @@ def in_64_bits(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The float32 `tensor` in a 16-bit `dtype`; None if a number of the tensor would be rounded."""
+    """Converts the float32 `tensor` to a 16-bit `dtype`; returns None if the conversion would round a value."""
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.float(), tensor) else None
 
@@ -63,7 +63,7 @@ def refuse_meta(name: str, value: Any) -> None:
 
 
 def present() -> dict[str, str]:
-    """Maps each kind of device on this machine to the name of its first device; ``cpu`` to the instruction set."""
+    """Maps each kind of device on this machine to the name of the first device; for ``cpu`` the value is the instruction set."""
     found = {"cpu": torch.backends.cpu.get_cpu_capability()}
     for kind in ("cuda", "xpu"):
         if (module := accelerator(torch.device(kind))).is_available():
@@ -85,7 +85,7 @@ def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     """Copies small `tensors` from the host to `device` in one transfer, which is asynchronous on CUDA. The results share one buffer."""
     # Wider dtypes first, so that each tensor is aligned.
     ordered = sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
-    # clone, because a view of one element may have any stride, and reshape and contiguous do not change it.
+    # A view of one element may have any stride. reshape and contiguous() would keep the stride; clone does not.
     flat = [tensors[place].clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for place in ordered]
     host = torch.empty(sum(map(len, flat)), dtype=torch.uint8, device="cpu", pin_memory=pins(device))
     there = torch.cat(flat, out=host).to(device, non_blocking=pins(device))

@@ -1,4 +1,4 @@
-"""Tells where Python may read a tensor's values: not where it would wait for the device, and not while a step is recorded."""
+"""Tells whether Python may read a tensor's values: on a CPU, outside of traced code and of recorded CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def static_shapes(device: torch.device) -> bool:
-    """Whether sizes are rounded up to few static sizes on `device`, as CUDA graphs need. Tests replace this function on a CPU."""
+    """Whether tensors on `device` get one of few static sizes, as CUDA graphs need. Tests on a CPU replace this function."""
     return device.type != "cpu"
 
 
@@ -25,7 +25,7 @@ _recorded: ContextVar[list[object] | None] = ContextVar("recorded", default=None
 def as_recorded() -> Iterator[list[object]]:
     """Within this context, the engine's code runs as in a recorded CUDA graph: Python reads no values from tensors, even on a CPU.
 
-    Yields the list to which :func:`kept` adds values; a recording must hold it.
+    Yields the list to which :func:`kept` adds values. A recording must keep this list, so that the values stay in memory.
     """
     values: list[object] = []
     token = _recorded.set(values)
@@ -36,7 +36,7 @@ def as_recorded() -> Iterator[list[object]]:
 
 
 def kept(value: T) -> T:
-    """`value`, which a cache may drop. A recording holds it, because replays read the memory of its tensors."""
+    """Returns `value`, and adds it to the list of :func:`as_recorded`, if any, because replays read the tensors of `value` later."""
     if (values := _recorded.get()) is not None:
         values.append(value)
     return value
@@ -48,6 +48,6 @@ def recorded() -> bool:
 
 
 def host_reads(tensor: Tensor) -> bool:
-    """Whether Python may read values of `tensor`, without a sync: on a CPU, outside of traced and recorded code."""
+    """Whether Python may read values of `tensor` without a sync: on a CPU, outside of traced and recorded code."""
     # The context variable comes last: traced code must not read it.
     return not static_shapes(tensor.device) and not torch.compiler.is_dynamo_compiling() and not recorded()

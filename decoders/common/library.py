@@ -50,7 +50,7 @@ def names() -> list[str]:
 
 
 def plain_names() -> list[str]:
-    """The names of the library's grammars without suffix, sorted. Names that several grammars share are left out."""
+    """The names of the library's grammars without suffix, sorted. Names that several files share (differing in suffix) are left out."""
     stems = [_stem(file) for file in names()]
     return sorted(stem for stem in set(stems) if stems.count(stem) == 1)
 
@@ -112,7 +112,7 @@ def check_file(name: str) -> None:
     if name.endswith(SUFFIXES) or os.sep in name:
         folder = Path(name).parent
         others = {file.stem: file for file in sorted(folder.glob("*")) if file.suffix in SUFFIXES}
-        near = difflib.get_close_matches(Path(name).stem, others, n=1)  # all suffixes are alike
+        near = difflib.get_close_matches(Path(name).stem, others, n=1)  # without suffixes, which make all names alike
         hint = f" Did you mean {str(others[near[0]])!r}?" if near else ""
         raise GrammarError(
             f"there is no file {name!r}, and no grammar of this name in the library (`decoders grammars` lists them).{hint}",
@@ -145,7 +145,7 @@ def file_pattern(file: Path) -> str:
 
 
 def file_named(text: str) -> Path | None:
-    """The file that `text` names, if it exists or has a grammar's suffix; None if `text` is a specification."""
+    """The file that `text` names: an existing file, or a name with one of :data:`SUFFIXES`. None if `text` is a grammar itself."""
     if "\n" in text:
         return None
     if text.endswith(SUFFIXES):

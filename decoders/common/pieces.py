@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: The text to which tokenizers decode an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: New tokens are decoded together with a window of earlier tokens. Once the window has this many tokens, the newest tokens replace it.
+#: New tokens are decoded with a window of earlier tokens. Once the window has this many tokens, the new tokens become the window.
 AGAIN = 12
 
 
@@ -27,13 +27,13 @@ class TextPieces:
     many tokenizers drop a blank at the beginning. A character that begins in the prompt belongs to the text. Special tokens are left
     out. Blanks are not cleaned up (``clean_up_tokenization_spaces``), because this would change text that was already returned.
 
-    A piece ends after a token whose text no later token can change. It is held back while it ends within a character, or with a
-    byte-fallback token (``<0x0A>``): a tokenizer decodes a run of such tokens at once, and a wrong byte turns the whole run into
-    replacement characters. To find a piece, only a window of earlier tokens is decoded again.
+    A piece ends after a token whose text no later token can change. New text is held back while it ends within a character, or with a
+    byte-fallback token (``<0x0A>``): a tokenizer decodes a run of byte-fallback tokens at once, and a wrong byte turns the whole run
+    into replacement characters. To find a piece, only a window of earlier tokens is decoded again.
 
     Args:
         prompt: the tokens before the text.
-        shown: special tokens that are written into the text by name. Each name ends a piece. All other text stays the same.
+        shown: special tokens whose names are written into the text. Each name ends a piece; the text around names does not change.
 
     Attributes:
         held: the text held back; the next piece begins with it, unless later tokens change it.
@@ -55,21 +55,21 @@ class TextPieces:
         new = list(tokens[self._shown :])
         window = self._window + new
         text = self._decoded(window)
-        # Only the prompt can end within a character: pieces end at whole characters.
+        # The last known character may be incomplete only at first: the prompt may end within a character, but no piece does.
         cut = self._known.endswith(UNFINISHED)
         begin = len(commonprefix((self._known, text)) if cut else self._known)  # noqa: RUF071 -- no files
         piece = text[begin:]
         if not ended and (not piece or self._may_change(window, text, self._decoded)):
             self.held = piece
             return ""
-        # A run of bytes or a character may go on after a special token's name, so the text without names is checked, too.
+        # Byte-fallback tokens or a character may continue after a special token, so the text without the names is checked, too.
         if len(self._window) >= AGAIN and (plain := self._plain(new)) and not self._may_change(new, plain, self._plain):
             window, text = new, self._decoded(new)
         self._window, self._known, self._shown, self.held = window, text, len(tokens), ""
         return piece
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The end of a prompt: at least :data:`AGAIN` tokens with text. The first of these is not a byte-fallback token."""
+        """The last tokens of a prompt, at least :data:`AGAIN` of them with text. The first with text is not a byte-fallback token."""
         begin, count, in_bytes = len(prompt), 0, False
         while begin and (count < AGAIN or in_bytes):
             begin -= 1
@@ -101,7 +101,7 @@ class TextPieces:
         for mark, end in pairwise([-1, *marks, len(tokens)]):
             part = tokens[mark + 1 : end]
             whole = self._plain(before + part)
-            if not whole.startswith(known):  # the special token is within a character
+            if not whole.startswith(known):  # the special token is between the bytes of one character
                 before, known, whole = [], "", self._plain(part)
             text += whole[len(known) :] + "".join(map(self.name, tokens[end : end + 1]))
             before, known = before + part, whole

@@ -1,6 +1,6 @@
 """All private parts of transformers that this package uses, with reasons. tests/engine/model/test_compat.py tests every part.
 
-The module is outside the engine, because drafting networks read configs, too, and must not import the engine.
+The module is outside the engine, because drafting networks use it to read configs, and must not import the engine.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # State on model objects.
 
-#: Attributes that ``generate`` sets on a model and that are not part of the network: caches, compiled calls, and the shift of
-#: positions by the last prompt's images.
+#: Attributes that ``generate`` sets on a model and that are not part of the network: caches, compiled calls, and ``rope_deltas`` (how
+#: far the images of the last prompt shift its positions).
 SET_BY_GENERATE = frozenset(
     {"_cache", "_compiled_call", "_last_compile_config", "_previous_max_cache_length", "rope_deltas"}
 )
 
-#: Attributes about the computation of gradients, which trainers switch off and on around every rollout.
+#: Attributes that trainers change around every rollout, to switch the computation of gradients off and on.
 OF_TRAINING = frozenset(
     {"gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"}
 )
 
 
 def is_of_training(hook: Any) -> bool:
-    """Whether `hook` is from ``enable_input_require_grads``, which has no effect without gradients. No public attribute marks it."""
+    """Whether ``enable_input_require_grads`` has set `hook`, which has no effect without gradients. No public attribute marks it."""
     return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """The value of the config's field `name`; None if there is no such field. If layers differ, a tuple with a value per layer.
-
-    From 5.24 on, transformers raises RuntimeError if layers differ, like the head widths of Gemma 4.
+    """The value of the config's field `name`; None if there is no such field. If the layers have different values, a tuple with a value
+    per layer: for such fields, like Gemma 4's head width, transformers raises RuntimeError from 5.24 on.
     """
     try:
         return getattr(config, name, None)
@@ -50,8 +49,8 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
     """Whether the model has a recurrent state that cannot be rolled back.
 
-    transformers' assisted generation reads the class attribute ``_is_stateful``. A class that mixes recurrent layers and attention sets
-    it for all its models, even for a model whose layers are all attention.
+    transformers' assisted generation reads the class attribute ``_is_stateful``. A class for models with recurrent and attention layers
+    sets this attribute even for a model whose layers are all attention.
     """
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     attention = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -91,7 +90,7 @@ NO_PART_OF_NETWORK = frozenset({
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of a config's rotary embeddings, as a list: one dict, or one per type of layer; empty without them."""
+    """The parameters of a config's rotary embeddings: a list of one dict, or of a dict per type of layer; empty if there are none."""
     rope = getattr(config, "rope_parameters", None) or {}
     several = [each for each in rope.values() if isinstance(each, dict)]
     return several or ([rope] if rope else [])
@@ -101,9 +100,9 @@ def rope_parameters_of(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def rope_type_of(module: nn.Module) -> Any:
-    """The rope type of a rotary module: a name, or a name per type of layer; None for other modules. There is no public attribute.
+    """The rope type of a rotary module: a name, or a name per type of layer; None for other modules. No public attribute has it.
 
-    From the rope type, transformers decides whether a forward pass computes the table of rotary positions again.
+    From the rope type, transformers decides whether a forward pass computes the rotary frequencies again.
     """
     kind = getattr(module, "rope_type", None)
     return kind if isinstance(kind, (str, dict)) else None
@@ -123,9 +122,9 @@ LAYER_INDEX = "layer_idx"
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of `model`: the outermost list of modules in which each module has one layer index, and no two have the same.
+    """The decoder layers of `model`: the outermost list of modules with one layer index per module, different in each module.
 
-    If no list is like this (GPT-Neo), the only list with as many modules as the config has layers. Empty if neither is found.
+    If there is no such list (GPT-Neo), the only list whose length is the config's number of layers; else an empty list.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     for module in lists:
@@ -153,7 +152,7 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_attention(config: PreTrainedConfig, name: str) -> None:
-    """Sets the attention function in `config`. ``set_attn_implementation`` needs a whole model, which a drafter is not."""
+    """Sets the attention function in `config`. A drafting network lacks ``set_attn_implementation``, a method of PreTrainedModel."""
     config._attn_implementation = name
 
 
@@ -161,12 +160,12 @@ def set_attention(config: PreTrainedConfig, name: str) -> None:
 
 
 def register_experts(name: str, function: Callable[..., Tensor]) -> None:
-    """Registers a function that computes a layer's experts as `name`."""
+    """Registers, under `name`, a function that computes a layer's experts."""
     ALL_EXPERTS_FUNCTIONS.register(name, function)
 
 
 def experts_of(module: nn.Module) -> str | None:
-    """The name of the function that computes a module's experts; None if it has no experts, or if several processes share them."""
+    """The name of the function that computes a module's experts; None without experts, or if several processes share the experts."""
     # transformers 5.17 does not say whether processes share a module's experts.
     several = distributed.is_available() and distributed.is_initialized()
     if getattr(module, "_is_expert_parallel", several) or not hasattr(module, "_apply_gate"):
@@ -180,7 +179,7 @@ def set_experts(module: Any, name: str) -> None:
 
 
 def gated(experts: Any, x: Tensor) -> Tensor:
-    """Applies the gate of the module `experts` to `x`, the product with the module's gate-and-up matrices."""
+    """The gated activation of the module `experts`. x: the outputs of the module's gate and up projections, in one tensor."""
     return experts._apply_gate(x)
 
 
@@ -191,8 +190,8 @@ CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.nam
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The keyword for the key-value cache in the signature of the module's ``forward``: ``cache`` or ``past_key_values``, because the
-    module may be written for an older transformers. If the signature has neither, the keyword of the installed transformers.
+    """The keyword for the key-value cache in the signature of the module's ``forward``: ``cache``, or ``past_key_values`` in modules
+    for older versions of transformers. If the signature has neither, the keyword of the installed transformers.
     """
     names = inspect.signature(module.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in names), CACHE)
@@ -219,8 +218,8 @@ def position_ids_for(model: PreTrainedModel, input_ids: Tensor, arguments: dict[
 
 
 def without_position_ids(model: Any) -> None:
-    """Stops ``generate`` of `model`, a shallow copy, from preparing positions. Some models would store the shift of positions by images
-    in modules that the copy shares with the original.
+    """Stops ``generate`` of `model`, a shallow copy, from preparing positions. Some models would store how far images shift positions
+    (``rope_deltas``) in modules that the copy shares with the original.
     """
     model._prepare_position_ids_for_generation = lambda *args, **kwargs: None
 

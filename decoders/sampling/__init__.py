@@ -1,4 +1,5 @@
-"""Chooses each token: the one with the largest sum of processed score and noise. Noise depends on seed, row, position and token.
+"""Chooses tokens: at each position the token with the largest sum of processed score and noise. Noise depends on seed, row, position
+and token.
 
 Strategies that compute their own scores use these functions. ``process`` applies the call's processors. ``candidates`` and ``largest``
 find the best tokens without sorting the vocabulary. ``gumbel_noise`` computes the target's sampling noise. ``in_64_bits`` copies a

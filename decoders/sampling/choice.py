@@ -47,10 +47,9 @@ class Candidates:
         scores: ``[B, N, K]`` float32, ``-inf`` for removed tokens.
         tokens: ``[B, N, K]`` int64, without duplicates; -1 in unused columns; None for the whole vocabulary.
         vocab: ``V``, the size of the vocabulary.
-        selection: the same tokens as ``[B * N, K]``, with a mark at each uncertain token (rounding decides whether it is kept); None if
-            all tokens are certain.
-        reference: recomputes rows of `selection`, given by their indices, with the reference operations. Then all their tokens are
-            certain.
+        selection: the same tokens as ``[B * N, K]``, with marks on uncertain tokens: rounding decides whether the token is kept. None
+            if all tokens are certain.
+        reference: takes indices of rows of `selection`, and computes these rows without uncertain tokens, by the reference operations.
     """
 
     scores: Tensor
@@ -75,7 +74,7 @@ class Candidates:
         tied = (noisy == best) & (self.tokens >= 0)
         token = torch.where(tied, self.tokens, self.vocab).amin(-1)
         if self.selection is not None:
-            # If the drawn token is certain, other uncertain tokens do not matter.
+            # Only the drawn token must be certain.
             doubtful = self.selection.open | (
                 self.selection.unsure & (self.tokens == token[..., None]).flatten(0, 1)
             ).any(-1)
@@ -84,7 +83,7 @@ class Candidates:
         return torch.where(best[..., 0] > NEVER, token, 0)
 
     def best(self, count: int, plan: SamplingPlan, inputs: SamplingInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` best tokens ``[B, N, C]`` by ``softmax(scores + noise)``, and their log-probabilities; if greedy, noise is 0."""
+        """The `count` likeliest tokens ``[B, N, C]`` in ``softmax(scores + noise)``, with log-probabilities; no noise if greedy."""
         settled = self.settled()
         if settled.tokens is None:
             noisy = settled.scores.float()
@@ -243,7 +242,7 @@ def _allowed(logits: Tensor, masks: Masks) -> Tensor:
 
 
 def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """``argmax(scores + noise)`` over the last axis of ``[B, N, V]``, the first of equals. Computes the noise of few tokens only.
+    """``argmax(scores + noise)`` over the last axis of ``[B, N, V]``; of equal sums, the first. Computes the noise of few tokens only.
 
     The noise is ``-log E`` with ``E >= u``, where ``u`` is the upper half of the token's 64-bit hash divided by 2^32. Let `bound` be
     the best noisy score of a few likely tokens. A token with ``u > exp(score - bound)`` cannot win, so for most tokens only ``u`` is
@@ -258,7 +257,7 @@ def _draw(scores: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     noisy = likely.float() + noise_of(keys, positions, tokens.view(*shape, -1)).view_as(likely)
     bound, column = noisy.max(-1)
     start = noise_keys(keys, positions).flatten()  # [R]
-    # The slack (also in `most`) covers the omitted mixing round, the comparison in float32, and rounding when noise is added to scores.
+    # The slack in `level` and `most` covers the omitted mixing round, the float32 comparison, and the rounding of scores plus noise.
     level = (bound - 1e-3 - 4e-7 * bound.abs()).clamp(min=-1e30)[:, None]
     candidates_found = [torch.stack([torch.arange(len(rows)), tokens.gather(1, column[:, None])[:, 0]], 1)]
     width = max(_CHUNK // len(rows), 1024)

@@ -29,12 +29,12 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     pool = torch.cat([blocked[row, best].flatten(1), scores[:, blocks * BLOCK :]], -1)
     top = pool.topk(count)
     inside = best.gather(1, (top.indices // BLOCK).clamp(max=count - 1)) * BLOCK + top.indices % BLOCK
-    behind = top.indices + (blocks - count) * BLOCK  # for tokens at the vocabulary's end, which fill no block
+    behind = top.indices + (blocks - count) * BLOCK  # tokens after the last whole block
     return top.values, torch.where(top.indices < count * BLOCK, inside, behind)
 
 
 def first_largest(scores: Tensor) -> Tensor:
-    """``argmax`` over the last axis of ``[..., V]``, the first of equals; on the CPU faster than torch's."""
+    """``argmax`` over the last axis of ``[..., V]``; of equal scores, the first. Faster than torch's on the CPU."""
     vocab = scores.shape[-1]
     blocks = vocab // BLOCK
     if blocks < BLOCK:

@@ -27,7 +27,7 @@ class Prefixes:
         length: ``[B]`` int64, number of committed tokens. Node 0 is the last committed token.
         prompt_length: ``[B]`` int64, number of prompt tokens.
         nodes: ``[B, N]`` int64, tokens of the nodes; -1 for no draft token.
-        offsets: ``[B, N]`` int64, position of each node minus the position of node 0.
+        offsets: ``[B, N]`` int64, by how many positions each node follows node 0.
         visible: ``[B, N, N]`` bool; ``visible[b, q, k]``: node ``k`` is on the path to node ``q``, or is ``q``.
         padding: ``[B, P]`` int64, the rows' left padding in transformers' `input_ids`, aligned on the right; -1 for none.
     """
@@ -96,8 +96,8 @@ class BiasedSequences:
 def _changed(
     scores: Tensor, tokens: Tensor, change: Callable[[Tensor, Tensor], Tensor], onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """A copy of `onto` (or `scores`) ``[B, N, V]`` with new scores of a few tokens; `onto` itself if K is 0. No other tensor of this
-    size is allocated.
+    """A copy of `onto` (default: `scores`), ``[B, N, V]``, with new scores of the `tokens`; `onto` itself if K is 0. Allocates no other
+    tensor of this size.
 
     Args:
         tokens: ``[B, N or 1, K]`` int64, duplicates allowed; -1 for none.
@@ -107,7 +107,7 @@ def _changed(
     if not tokens.shape[-1]:
         return onto
     tokens = torch.where(tokens < scores.shape[-1], tokens, _NONE)
-    one = tokens.amax(-1, keepdim=True)  # entries that are -1 write this token's new score again
+    one = tokens.amax(-1, keepdim=True)  # columns with -1 write the new score of this token again
     index = torch.where(tokens < 0, one, tokens).clamp(min=0).expand(*scores.shape[:2], -1)
     new = change(scores.gather(-1, index), index)
     return onto.scatter(-1, index, torch.where(one < 0, onto.gather(-1, index), new))

@@ -82,7 +82,7 @@ class SamplingInputs:
         rows = slice(begin, end)
 
         def of_rows(tensor: Tensor | None, shared: int) -> Any:
-            """`tensor` for `rows`. shared: how many dimensions the tensor has if all rows share it."""
+            """The part of `tensor` for `rows`. shared: number of dimensions of a tensor that all rows share."""
             return tensor if tensor is None or tensor.dim() == shared else tensor[rows]
 
         return replace(
@@ -102,7 +102,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Replacements:
-    """Mappings that replace drawn tokens by other tokens. Each node uses one mapping; the mapping's number is the node's kind.
+    """Numbered mappings that replace drawn tokens by other tokens. Each node uses one mapping, whose number is the node's kind.
 
     Attributes:
         keys: ``[M]`` int64, ``kind * V + token`` of the drawn tokens, in ascending order.
@@ -213,12 +213,12 @@ def noise_of(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def noise_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """The noise keys of positions, ``[B, N]`` int64; a position's key and a token determine the noise."""
+    """The noise key of each position, ``[B, N]`` int64. The key and a token id determine the token's noise."""
     return mix64(advanced(keys[:, None], positions))
 
 
 #: The least temperature that scores are divided by: scores up to 2^17 then stay finite (with infinite scores, transformers raises an
-#: error). Only the best token is likely, as it would be at a lower temperature.
+#: error). Already at this temperature, only the best token is likely.
 LEAST_TEMPERATURE = 2.0**-111
 
 
@@ -327,7 +327,7 @@ def process(
 def first_of(
     scores: Tensor, operation: int, name: str, inputs: SamplingInputs, positions: Tensor, prefixes: Prefixes | None
 ) -> Tensor:
-    """The scores after operation `name` of :data:`FIRST`, given the `scores` before it. operation: its index in the plan."""
+    """Returns the scores after the operation `name` of :data:`FIRST`. operation: the operation's index in the plan."""
     value = inputs.value(operation)
     if name not in READ_TEXT:
         return OPERATIONS[name](scores, value, positions=positions, stop_tokens=inputs.stop_tokens)
@@ -353,10 +353,10 @@ def choose(scores: Tensor, plan: SamplingPlan, inputs: SamplingInputs, positions
 
 
 def first_best(noisy: Tensor) -> Tensor:
-    """``argmax`` over the last axis, the first of equals, for scores with noise or masks.
+    """``argmax`` over the last axis (of equal scores, the first), for scores with noise or masks.
 
     torch's ``argmax`` is not used, because inductor's CPU code for an argmax fused with integer arithmetic is wrong (torch 2.13).
     """
     index = torch.arange(noisy.shape[-1], device=noisy.device)
     best = torch.where(noisy == noisy.amax(-1, keepdim=True), index, noisy.shape[-1]).amin(-1)
-    return best.clamp(max=noisy.shape[-1] - 1)  # for NaN scores, which equal no maximum
+    return best.clamp(max=noisy.shape[-1] - 1)  # NaN scores equal no maximum

@@ -1,8 +1,8 @@
 """Finds the tokens that processors keep, without sorting the vocabulary. It is used on CPUs, where Python reads values at no cost.
 
 The result must equal the reference, :data:`~decoders.sampling.processors.OPERATIONS`. This file first selects the few tokens that may
-be kept, then applies the same rules to them. A token is unsure if rounding decides whether the reference keeps it, or if the order of
-equal scores does (torch's sort is not stable). If the result depends on an unsure token, the reference processes the row.
+be kept, then applies the reference's rules to these tokens. A token is unsure if rounding, or the order of equal scores (torch's sort
+is not stable), decides whether the reference keeps it. If the result depends on an unsure token, the reference processes the row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .processors import OPERATIONS, at_temperature
 FIRST = 64
 #: Largest relative error of one float32 operation: half the distance from 1 to the next float32.
 _ROUNDING = 2.0**-24
-#: float32 numbers per vector register, which is the number of partial sums in torch's softmax; at least 4 on any CPU.
+#: Number of float32 values in a vector register, and so of partial sums in torch's softmax; at least 4 on any CPU.
 _LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
 NEVER = float("-inf")
 
@@ -133,12 +133,13 @@ def _enough(
     whole: Tensor, order: Tensor, probabilities: Tensor, wanted: float, at_least: int,
     decide: Callable[[Tensor, Tensor, Tensor, bool], Selection],
 ) -> Selection:  # fmt: skip
-    """Selects among the tokens with the largest values in `order` ``[R, V]``: first among a few, then, in open rows, among more.
+    """Selects among the tokens with the largest values in `order` ``[R, V]``: first among a few tokens, then among more tokens in rows
+    that are still open (undecided).
 
     Args:
-        wanted: tokens with this total probability are enough to decide a row.
-        decide: returns the selection for some rows. It takes their scores and tokens ``[Q, K]``, the rows' indices ``[Q, 1]``, and
-            whether they are the whole vocabulary. Unused columns have the score ``-inf`` and the token -1.
+        wanted: total probability of tokens that suffice to decide a row.
+        decide: returns the selection for some rows. It takes the rows' scores and tokens ``[Q, K]``, the rows' indices ``[Q, 1]``, and
+            whether K is the whole vocabulary. Unused columns have the score ``-inf`` and the token -1.
     """
     vocab = whole.shape[-1]
     count = min(max(FIRST, at_least), vocab)
@@ -159,7 +160,7 @@ def _first(order: Tensor, probabilities: Tensor, wanted: float) -> Tensor:
     bins = (order - order.amax()).mul_(32).add_(1023).clamp_(min=0).int()
     mass = torch.bincount(bins, weights=probabilities, minlength=1024)
     last = 1023 - int((mass.flip(0).cumsum(0) < wanted).sum())
-    tokens = (bins >= last - 1).nonzero()[:, 0]  # one bin more, so that the border is not the last selected token
+    tokens = (bins >= last - 1).nonzero()[:, 0]  # with one more bin, tokens after the border are selected, too
     return tokens[order[tokens].argsort(descending=True)]
 
 
@@ -198,7 +199,7 @@ def _nucleus(scores: Tensor, tokens: Tensor, share: Tensor, outside: int, value:
     """
     count = scores.shape[1]
     cumulative = share.cumsum(-1)
-    up_to = 1 - (cumulative - share)  # the token and all tokens with smaller scores
+    up_to = 1 - (cumulative - share)  # total probability of the token and all tokens with smaller scores
     rank = torch.arange(1, count + 1, dtype=torch.float64)
     mean_rank = (share * rank).sum(-1, keepdim=True) + (1 - cumulative[:, -1:]).clamp(min=0) * outside
     limit = value.double()
@@ -269,7 +270,7 @@ def _typical_p(selection: Selection, value: Tensor) -> Selection:
     finite = logp.masked_fill(share == 0, 0)
     entropy = -(finite * share).sum(-1, keepdim=True)
     surprise, order = (-logp - entropy).abs().sort(-1)
-    # The reference computes surprises in float32, so it may order two surprises within this distance the other way.
+    # The reference computes surprises in float32, so surprises that differ by less than this may be in another order there.
     blur = 2.0**-16 * (1 + finite.abs().amax(-1, keepdim=True))
     margin = value.double() * _ROUNDING * (surprise.shape[1] + 64)
     scores, tokens = selection.scores.gather(1, order), selection.tokens.gather(1, order)
@@ -280,8 +281,8 @@ def _typical(
     scores: Tensor, tokens: Tensor, surprise: Tensor, blur: Tensor, share: Tensor, margin: Tensor, everything: bool,
     value: Tensor,
 ) -> Selection:  # fmt: skip
-    """Selects the tokens that typical_p keeps, from tokens ``[R, K]`` in ascending order of `surprise`. At the border token the sum of
-    probabilities reaches `value`. The tokens up to it, and all tokens that are as surprising as it, are kept.
+    """Selects the tokens that typical_p keeps, from tokens ``[R, K]`` in ascending order of `surprise`. The border is the first token
+    at which the running sum of probabilities reaches `value`. All tokens up to the border, and all equally surprising tokens, are kept.
 
     Args:
         surprise: ``[R, K]``, ``abs(-log(p) - entropy)`` of each token, with an error of at most `blur` ``[R, 1]``.

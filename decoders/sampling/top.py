@@ -57,7 +57,7 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
 
 
 def counted(marked: Tensor) -> Tensor:
-    """The running count ``[…, V]`` of True in `marked` ``[…, V]``. Counts in blocks, because a GPU is slow at few long sums."""
+    """The running count ``[…, V]`` of True in `marked` ``[…, V]``. Counts in blocks, because few long sums are slow on a GPU."""
     vocab = marked.shape[-1]
     blocks = F.pad(marked.int(), (0, -vocab % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks.cumsum(-1, dtype=torch.int32)
@@ -69,8 +69,8 @@ def counted(marked: Tensor) -> Tensor:
 
 #: Number of a score's bits that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
-#: A pass sums weights by the pass's bits, in this many copies of the sums. Most scores share their upper bits, and atomic additions to
-#: one address wait for each other.
+#: For each value of its bits, a pass sums the weights of scores in this many separate sums. Most scores share their upper bits, and
+#: atomic additions to one sum wait for each other.
 _COPIES = 16
 #: Greatest number of scores per slice, because a pass needs nine times their memory.
 MOST_AT_ONCE = 2**23
@@ -81,7 +81,7 @@ def in_slices(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
 
     @wraps(function)
     def sliced(scores: Tensor, value: Tensor) -> Tensor:
-        # Compiled code is not sliced: slices would fix its sizes, and it needs less memory, because it fuses most operations.
+        # Compiled code is not sliced, because slices would have fixed sizes, and fused operations need less memory.
         if torch.compiler.is_compiling() or scores.numel() <= MOST_AT_ONCE:
             return function(scores, value)
         size = max(MOST_AT_ONCE // scores.shape[-1], 1)
@@ -99,7 +99,7 @@ def border(ranks: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tens
 
     Args:
         ranks: ``[B, N, V]`` int32, from :func:`rank_of`: the better the score, the higher the rank.
-        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums are the same in any order; CUDA's order varies.
+        weights: ``[B, N, V]`` int64, not negative; int32 if the sum fits. Integer sums do not depend on CUDA's varying order of adding.
         wanted: ``[B, N, 1]`` int64; if it exceeds the sum of all weights, the border is the lowest rank.
     """
     place = torch.arange(ranks.shape[-1], device=ranks.device) % _COPIES

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..common.host_reads import host_reads
 from ..errors import DraftError, amount
 
-#: The parent of a root in lists of parents.
+#: In lists of parents, the value for a root.
 NO_PARENT = -1
 #: Greatest number of nodes of a block, the root included. It is limited, because masks and attention grow with its square.
 MAX_NODES = 1024
@@ -69,14 +69,14 @@ class TreeTensors:
                 )
 
     def sound(self, wait: bool = False) -> Tensor:
-        """``[B]`` bool: whether offsets, visibility and ancestors of every candidate follow from its parent.
+        """``[B]`` bool: whether offset, visibility and ancestors of every candidate follow from the candidate's parent.
 
-        A candidate must come one position after its parent and attend only to its path, because otherwise its logits would belong to
+        A candidate must be at the position after its parent and attend only to its path, because otherwise its logits would belong to
         another text. Nodes that are never accepted may attend to any node. wait: whether the host may wait for the device.
         """
         tensors = self.parents, self.offsets, self.visible, self.ancestors
         rows, nodes = self.parents.shape
-        if wait and self.parents.device.type == "cpu":  # numpy takes a fifth of the time for tensors this small
+        if wait and self.parents.device.type == "cpu":  # for such small tensors numpy takes a fifth of torch's time
             return torch.from_numpy(_sound([t.numpy() for t in tensors], np.arange(rows)[:, None], np.arange(nodes)))
         row, index = (torch.arange(n, device=self.parents.device) for n in (rows, nodes))
         return _sound(tensors, row[:, None], index)
@@ -165,7 +165,7 @@ def described(value: object) -> str:
 
 
 def _of_parents(parents: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Computes the fields of :meth:`TreeTensors.from_parents`, in order, with numpy. On a CPU this takes a third of the time."""
+    """Computes the fields of :meth:`TreeTensors.from_parents`, in order, with numpy: on a CPU, in a third of torch's time."""
     rows, n = parents.shape
     index = np.arange(n)
     reach = np.zeros((rows, n, n), dtype=bool)
@@ -180,7 +180,9 @@ def _of_parents(parents: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _sound(tree: Sequence[Any], row: Any, index: Any) -> Any:
-    """Computes :meth:`TreeTensors.sound` for arrays or tensors. tree: the fields in order. row: 0 … B-1 ``[B, 1]``; index: 0 … N-1."""
+    """Computes :meth:`TreeTensors.sound` for arrays or tensors. tree: the fields of TreeTensors, in order. row: ``[B, 1]``, 0 … B-1;
+    index: ``[N]``, 0 … N-1.
+    """
     parents, offsets, visible, ancestors = tree
     candidate = ancestors[..., :1]
     before = (parents < index) | ~candidate[..., 0] | (index == 0)

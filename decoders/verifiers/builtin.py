@@ -60,7 +60,7 @@ class Rejection(Verifier):
     def outcomes(self, block: Block) -> Outcomes:
         p, q, chain = block.target[:, :-1], block.draft, block.chain
         probability = p.gather(2, block.nodes[:, 1:, None].clamp(min=0))[..., 0]
-        accept = torch.where(chain, (probability / block.drawn).clamp(max=1), 0.0)  # [B, N-1], of node i+1
+        accept = torch.where(chain, (probability / block.drawn).clamp(max=1), 0.0)  # [B, N-1], entry i for node i+1
         reach = pad(accept, (1, 0), value=1.0).cumprod(1)
         residual = torch.where(chain[..., None], normalised((p - q).clamp(min=0), p), p)
         return Outcomes(reach * (1 - pad(accept, (0, 1))), torch.cat([residual, block.target[:, -1:]], 1))
@@ -92,11 +92,11 @@ class BlockVerification(Verifier):
 
         excess = (weight[:, :-1, None] * p - q).clamp(min=0)
         s = excess.sum(-1)
-        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. It is 0 if p_i = 1 and p = q, when token i is surely accepted.
+        # S_i + (1 - p_i), because S_i + 1 would round a small S_i away. The sum is 0 if p_i = 1 and p = q: token i is surely accepted.
         allowed = s + (1 - weight[:, :-1])
         h = torch.where(chain, torch.where(allowed > 0, s / allowed, 1.0), weight[:, :-1])
         h = torch.cat([h, weight[:, -1:]], 1)
-        later = torch.where(chain, h[:, 1:], 0.0)  # for nodes 1 to N-1
+        later = torch.where(chain, h[:, 1:], 0.0)  # [B, N-1], h of nodes 1 … N-1
         none_later = pad((1 - later).flip(1).cumprod(1).flip(1), (0, 1), value=1.0)
         end = torch.cat([h[:, :1], later], 1) * none_later
         residual = torch.where(chain[..., None], normalised(excess, p), p)
@@ -137,7 +137,7 @@ class TreeRejection(Verifier):
         edges = torch.zeros_like(stay)
         for turn in range(n - 1 if block.siblings is None else block.siblings):
             on_turn = is_child & (rank[:, None, :] == turn)
-            child = torch.where(on_turn, index, 0).sum(-1)  # [B, N], by parent; 0: the parent has no further child
+            child = torch.where(on_turn, index, 0).sum(-1)  # [B, N], each parent's child on turn; 0 for none
             token = block.nodes.gather(1, child).clamp(min=0)[..., None]
             q = draft.gather(1, (child - 1).clamp(min=0)[..., None].expand_as(p))
             if turn > 0:  # not in the first iteration, because scaling rounds, and a q equal to p must stay equal
@@ -158,7 +158,7 @@ class TreeRejection(Verifier):
 
 
 class TypicalSettings(Settings):
-    """The threshold above which the target finds a draft token plausible."""
+    """The settings ε and δ of the probability ``min(ε, δ·exp(-entropy))`` above which a draft token is accepted."""
 
     epsilon: float = Field(
         0.09,
@@ -179,8 +179,9 @@ class TypicalAcceptance(Verifier):
 
     A draft token x is accepted if all draft tokens before x are accepted, and ``p(x) > min(ε, δ·exp(-H(p)))``. Here p is the target's
     distribution at the position of x, and H(p) its entropy. Few tokens pass if the target is sure, many if the target is unsure. The
-    longest accepted path is committed; of equally long paths, the likeliest (as in the authors' code). The next token is drawn from p.
-    The path is not drawn: among plausible tokens the drafter decides, so the output does *not* follow the target's distribution.
+    longest accepted path is committed; if several are equally long, the likeliest (as in the authors' code). The next token is drawn
+    from p. The path is not drawn: among plausible tokens the drafter decides, so the output does *not* follow the target's
+    distribution.
 
     In greedy decoding p has all its mass on one token, and the rule is exact. The report still says that the rule is lossy.
     """

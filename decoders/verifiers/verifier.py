@@ -35,9 +35,9 @@ class Block:
         draft: ``[B, N-1, V]`` float32, q: entry ``i`` is the processed distribution after the parent of node ``i+1``, from which
             the node's token was drawn. Siblings share one ``q`` and are drawn without replacement, in the order of the nodes. A
             draft token that was not sampled has a one-hot ``q``. Entries of ``-1`` nodes are not read.
-        siblings: the greatest number of children of a node, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`). A
-            verifier may ignore further children: too small a number costs accepted tokens, but not exactness. ``None``: unknown, at
-            most ``N - 1``.
+        siblings: the greatest number of children of a node, if the host knows it (:attr:`~decoders.tree.Topology.max_siblings`). As
+            verifiers may ignore further children, too small a number costs accepted tokens, but not exactness. ``None``: unknown,
+            at most ``N - 1``.
     """
 
     nodes: Tensor
@@ -121,7 +121,7 @@ class Verifier(Configured, ABC):
         exact: whether the committed tokens follow the target's distribution. A lossy rule is marked in every report.
         trees: whether the rule judges trees. If False, it judges only chains: node ``i+1`` continues node ``i``, and shorter rows end
             in ``-1``.
-        coupled: whether the engine does not call :meth:`outcomes`, and accepts the draft tokens that equal the target's own draw, made
+        coupled: whether the engine verifies without :meth:`outcomes`: it accepts draft tokens that equal the target's own draw, made
             with the same noise as the draft. :meth:`outcomes` then only serves comparisons, for drafts made without the noise.
     """
 

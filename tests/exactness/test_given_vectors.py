@@ -180,7 +180,7 @@ def test_in_low_precision_no_step_runs_the_last_vector_again() -> None:
         ),
         ({"cache": "of three"}, SettingsError, "cache and inputs_embeds"),
         ({"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "inputs_embeds does not hold them"),
-        ({"strategy": "speculative", "assistant_model": "a draft"}, UnsupportedError, "names no tokens for part of it"),
+        ({"strategy": "speculative", "assistant_model": "a draft"}, UnsupportedError, "prompt has no token ids: pass"),
     ],
     ids=["flat", "list", "mask", "cache", "reads prompts", "draft model"],
 )

@@ -23,20 +23,20 @@ from .request import Request
 from .session import Session
 from .sessions import take_over
 
-#: Greatest number of tokens in a pass over several prompts. A longer prompt is prefilled alone, because it keeps the processor busy.
+#: Greatest number of tokens in a pass over several prompts. Longer prompts are prefilled alone: one of them keeps the processor busy.
 SHARED_PASS = 512
 
 
 @dataclass(eq=False)
 class Seat:
-    """A request of a lane, and its place in the pool: the session that stores the keys and values of all requests of the lane.
+    """A request of a lane, and its place: a row of the pool. The pool is the session with keys and values of all requests of the lane.
 
     Attributes:
         member: the request and its output.
         place: index of the request's row in the pool.
         plan: which passes prefill the prompt; None before the prefill begins.
         to_read: the chunks of the plan that are not prefilled yet, each as ``(offset from the plan's start, number of tokens)``.
-        chunks: results of the passes over the prompt, for a strategy that reads prompts. Logits are left out, because they are large.
+        chunks: results of the prefill passes, kept for a strategy that reads prompts. Logits are left out, because they are large.
         weights: state of the model's weights when the prefill began; None before the prefill begins.
         row: index of the request's row in the batch; None until the prompt is prefilled.
         turns: number of passes over the prompt so far. The seat with the fewest turns is prefilled next. A new seat starts at the
@@ -70,7 +70,7 @@ class Admission:
 
     Args:
         prompts: the prompt reader of the batch that the requests will join.
-        pool: the session whose rows are the places.
+        pool: the session with the keys and values of all requests; each of its rows is a place for one request.
         reserved: number of places at the start of the pool that :meth:`take_place` never returns.
 
     Attributes:
@@ -85,8 +85,8 @@ class Admission:
     def take_place(self, request: Request) -> int:
         """Returns the free place whose text, left by an earlier request, shares the longest prefix with the prompt.
 
-        Of several such places, returns the least recently used. The kept text is cut to the shared prefix, so that moving rows copies
-        only this prefix.
+        Of several such places, returns the least recently used. The place keeps only the shared prefix of its text, so that a move to
+        another row copies only the prefix.
         """
         taken = {seat.place for seat in self.seats}
         free = [place for place in range(self.reserved, self.pool.batch) if place not in taken]
@@ -135,8 +135,8 @@ class Admission:
         self.pool.read_rows(seats[0].place, starts, done, count, self._run_for(seats[0]))
 
     def next_piece(self, pause: float) -> tuple[Seat, int, int] | None:
-        """Chooses the piece of a waiting prompt that the next step's pass prefills. Returns its seat, first slot and number of tokens;
-        None if no piece is due. pause: about how many seconds the piece may take.
+        """Chooses the piece of a waiting prompt that the next step's pass prefills. Returns the prompt's seat, and the piece's first
+        slot and number of tokens; None if no piece is due. pause: about how many seconds the piece may take.
         """
         if (seat := self._next(pause)) is None:
             return None
@@ -178,8 +178,8 @@ class Admission:
     def _companions(self, seat: Seat) -> list[Seat]:
         """Returns `seat` and the seats whose prompts are prefilled in the same passes.
 
-        Their prompts are at most twice and at least half as long as the prompt of `seat`. Prompts that share more than half of their
-        text are prefilled one after the other, so that the common part is computed once and copied.
+        The lengths of their prompts are between half and twice the length of the prompt of `seat`. Prompts that share more than half of
+        their text are prefilled one after the other, so that the common part is computed once and copied.
         """
         own, prompt = seat.prefix, seat.prompt
         if seat.member.request.multimodal is not None:
@@ -215,12 +215,13 @@ class Admission:
     def _start_reading(self, seats: list[Seat], pause: float) -> bool:
         """Writes the seats' prompts to their places, copies keys and values of shared prefixes from other places, and plans the passes.
 
-        Returns whether a pass over images ran. An exception in this pass is stored in the request's output, and ends only that request.
+        Returns whether the model's own forward pass read images. An exception in this pass is stored in the output of the request, and
+        ends only this request.
         """
         kept, read = [], set[Seat]()
         for seat in seats:
             request = seat.member.request
-            # A strategy that reads prompts needs passes over the whole prompt.
+            # A strategy that reads prompts gets the results of passes over the whole prompt, so no keys and values are reused.
             reuse = request.runtime.reuse and not request.strategy.reads_prompt
             inputs, length = request.multimodal, len(seat.prompt)
             self.pool.put(seat.place, seat.prompt, inputs.shifts[0] if inputs is not None else 0)
@@ -249,7 +250,7 @@ class Admission:
 
     def _run_for(self, seat: Seat) -> Callable[..., None]:
         """Returns the function that runs a prefill pass. For a strategy that reads prompts, the function also appends the results to
-        `seat.chunks`. For a prompt with images, :meth:`_start_reading` has already appended them.
+        `seat.chunks`, unless the prompt has images: :meth:`_start_reading` has already appended the results of the whole prompt.
         """
         if not seat.member.request.strategy.reads_prompt or seat.member.request.multimodal is not None:
             return self.batch.prefill

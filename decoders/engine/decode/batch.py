@@ -47,8 +47,8 @@ class Batch:
         members: per request, its output and the index of its first row, in the order of rows. Padding rows belong to no member.
         capacity: greatest number of rows that the batch can have.
         shared: whether requests join and leave. If so, errors and reports are per request.
-        width: number of rows in a step. If sizes of tensors are static (the device records steps), some rows may be padding. Padding
-            rows are marked as ended.
+        width: number of rows in a step. On devices that record steps (CUDA graphs), some rows may be padding. Padding rows are marked
+            as ended.
         verifier: decides which draft tokens are accepted; None: the built-in rule.
         report: the report on all steps.
         session: holds the rows' tokens, keys and values.
@@ -56,13 +56,13 @@ class Batch:
         noise_keys: ``[B]`` int64, the key of each row's sampling noise.
         guide: tracks the rows' positions in their grammars; None if no row has a grammar.
         core: runs the forward pass over a block, verifies the block, and commits the accepted tokens.
-        pending: number of tokens before the root (the last committed token) that the next step also runs. They are the end of the
-            prompts, or tokens that were accepted on a later branch of a tree and run again (:mod:`~decoders.engine.model.invariance`).
+        pending: number of tokens before the root (the last committed token) that the next step also runs: the end of the prompts, or
+            tokens accepted on a tree's second or later branch, which must run again (:mod:`~decoders.engine.model.invariance`).
         prompt_left: how many of the pending tokens are prompt tokens that are not prefilled yet.
         where: the hook or part of a step that runs now, for notes on errors.
         next_piece: returns the piece of a waiting prompt that the next step's pass also prefills (chunked prefill); None for no piece.
-        root: ``[B, H]``, the embedding of each row's last position, if this position has no token id. Only the first step uses it.
-        may_err: whether faults of strategies or verifiers may be noted on the device (:meth:`raise_faults`).
+        root: ``[B, H]``, for the first step: the caller's embeddings of the prompts' last positions; None if these have token ids.
+        may_err: whether a check of trees or verifiers may have noted a fault on the device. If so, :meth:`raise_faults` looks it up.
 
     Args:
         request: the first or only request.
@@ -122,7 +122,7 @@ class Batch:
         return [ended for member, _ in self.members for ended in member.finished]
 
     def known(self, outcome: Outcome | None = None) -> HostRows:
-        """Returns the rows' lengths and tokens as lists, without reading the device.
+        """Returns the rows' lengths and tokens as lists, without reading from the device.
 
         outcome: the last step's outcome, if its tokens are not in the members' outputs yet.
         """
@@ -136,7 +136,7 @@ class Batch:
         prompts = [len(member.request.prompts[row]) for member, row in rows]
 
         def tokens_from(first: int) -> list[list[int]]:
-            # After `lengths` was computed, the tokens of `new` and of later steps may have been added to the members' outputs.
+            # When the strategy calls `tokens_from`, the members' outputs may already hold the tokens of `new` and of later steps.
             texts = [member.tokens_from(row, first) for member, row in rows]
             own = [
                 (text + tokens[max(first - begin, 0) :])[: max(begin + len(tokens) - first, 0)]
@@ -160,7 +160,7 @@ class Batch:
         Args:
             request: see :attr:`request`.
             sources: the former index of each row, -1 for a new row.
-            same: whether the former rows have the same sampling plan, so that the core is kept.
+            same: whether the former and the new rows have the same sampling plan. If so, :attr:`core` is kept.
         """
         self.request, self.members[:], self.width = request, members, len(sources)
         self.longest = max(
@@ -185,7 +185,7 @@ class Batch:
         if isinstance(self.guide, HostGuide) and stays:
             return self.guide.rebatch(sources, grammars)
         on_device: Guide | None = None
-        if not self.shared and target.static and has_64_bits(target.device):  # the step may be recorded
+        if not self.shared and target.static and has_64_bits(target.device):  # recorded steps cannot use the host
             on_device = DeviceGuide.of(grammars, target.vocab_size, target.device, self.compiler(self.engine))
         return on_device or HostGuide.of(grammars, target.vocab_size, target.device, shared=self.shared)
 
@@ -215,8 +215,8 @@ class Batch:
         return NodeBlock(draft_tokens, tree, self.session.view(end)[0], text=text, piece=piece, root=root)
 
     def mask(self, draft: Draft, block: NodeBlock) -> NodeBlock:
-        """Returns `block` with the grammars' masks after each node. Draft tokens that grammars forbid are removed, unless a verifier
-        judges the draft.
+        """Returns `block` with masks of the tokens that grammars allow after each node. Draft tokens that grammars forbid are removed,
+        unless :attr:`verifier` judges the draft.
         """
         self.where = "forward pass and verification"
         if self.guide is None:
@@ -286,7 +286,7 @@ class Batch:
                     outcome.put(first, part)
 
     def settle(self, out: StepOutput, outcome: Outcome | None) -> None:
-        """Advances recurrent states and grammars over the committed tokens. Runs after :meth:`stop`: states cannot be rolled back."""
+        """Advances recurrent states, which cannot be rolled back, and grammars over the committed tokens. Runs after :meth:`stop`."""
         if (states := self.rows.buffers.states) is not None:
             states.commit(out.path, out.summary[0], self.rows.length)
         if self.guide is not None:
@@ -313,20 +313,20 @@ class Batch:
         """Wraps a callback of `member`. In a shared batch an exception of the callback ends only this request."""
         try:
             yield
-        except BaseException as error:  # in a scheduler's thread, SystemExit comes from a callback
+        except BaseException as error:  # in a scheduler's thread, only a callback can have raised SystemExit
             if not self.shared:
                 raise
             error.add_note(f"decoders: {self.where} of one request, after {amount(member.report.steps, 'step')}")
             member.error = member.error or error
 
     def raise_faults(self, wait: bool) -> None:
-        """Raises faults of strategies and verifiers that are noted on the device. Without `wait`, does nothing if sizes are static."""
+        """Raises faults of strategies and verifiers noted on the device. Does nothing if this would wait and `wait` is False."""
         if not self.may_err or (self.target.static and not wait):
             return
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the prompt tokens that were left to the first step; called for a draft model that shares the target's slots."""
+        """Prefills the end of the prompts, if it was left to the first step: drafters that share the target's slots read it earlier."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]
@@ -334,10 +334,8 @@ class Batch:
         self.pending = self.prompt_left = 0
 
     def rerun(self, count: int) -> int:
-        """Returns how many committed tokens before the root the next step runs again. At least the last `count` must run again.
-
-        The result is `count`, rounded up to a multiple of `Target.multiple`. It never reaches back to prompt tokens whose keys and
-        values the loop cannot compute (:attr:`Request.reach`).
+        """Returns the number of committed tokens before the root that the next step runs again: `count`, rounded up to a multiple of
+        `Target.multiple`. Prompt tokens whose keys and values the loop cannot compute (:attr:`Request.reach`) never run again.
         """
         multiple, reaches = self.target.multiple, [n for member, _ in self.members for n in member.request.reach]
         tokens = round_up(count, multiple)
@@ -348,9 +346,9 @@ class Batch:
 
     @property
     def prefill(self) -> Callable[..., None]:
-        """The function that prefills a chunk, see :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
+        """The function that prefills a chunk: :meth:`~decoders.engine.model.compiled.forward_pass.ForwardPass.prefill`."""
         return partial(self.forward_pass.prefill, recordings=self.session.recordings)
 
     def compiler(self, engine: Engine) -> Callable[[Callable], Callable]:
-        """The function ``Context.compile`` for strategies that draft for the model of `engine`."""
+        """Returns the function that strategies get as ``Context.compile`` if they draft for the model of `engine`."""
         return partial(engine.function, compile=self.request.runtime.compile, report=self.report)

@@ -36,8 +36,8 @@ NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Number of timed steps per size.
 REPEATS = 5
 #: Numbers of nodes to measure within a call, once per number of rows and tier (compiled or not). They are few, because the call waits.
-#: On devices that record steps, many nodes may cost as much as one. A node budget is at most twice the largest measured number, so 33
-#: is measured, too.
+#: On devices that record steps (CUDA graphs), many nodes may cost as much as one. There 33 nodes are measured, too, because a step
+#: verifies at most twice the largest measured number of nodes.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2
@@ -86,7 +86,7 @@ class Calibrator:
     """The known costs of an engine's steps, in memory and in files.
 
     Attributes:
-        line: a line fitted to observed steps, for calls that have no cost curve.
+        line: seconds by number of nodes, fitted to observed steps as a straight line, for calls that have no cost curve.
     """
 
     def __init__(self, forward_pass: ForwardPass, sessions: Sessions) -> None:
@@ -105,7 +105,7 @@ class Calibrator:
         return self._ratios.setdefault((rows, context.bit_length() // 2), {})
 
     def known(self, folder: Path | None) -> CostCurve | None:
-        """The curve measured so far; None if it has no points. folder: where curves are stored; None: read no files."""
+        """The curve measured so far; None if nothing was measured. folder: where curves are stored; None: read no files."""
         if folder is not None and folder not in self._read:
             self._read.add(folder)
             kept = self.target.ranks.first_object(lambda: read(folder, self._empty().subject))
@@ -123,8 +123,8 @@ class Calibrator:
             rows, contexts: numbers of rows, and context lengths in tokens, to measure.
             compile: a call's setting, which decides the tier (compiled or not); "auto" means the tier in which a call would run now.
             seconds: time limit. Measuring stops when the time is up, but not before two numbers of nodes are measured.
-            anew: whether to measure everything again. Otherwise a call waits for the result. So only a few numbers of nodes are
-                measured, and only for numbers of rows that were not measured at any context.
+            anew: whether to measure everything again. If False, only a few numbers of nodes are measured, and only for numbers of rows
+                that were not measured at any context, because a call waits for the result.
         """
         in_call = NODES_WHERE_RECORDED if self.target.static else NODES_IN_CALL
         nodes, repeats = (NODES, REPEATS) if anew else (in_call, REPEATS_IN_CALL)
@@ -135,7 +135,7 @@ class Calibrator:
             near = curve.context_near(row_count, context, compiled)
             if anew or near is None:
                 wanted.append((row_count, context, nodes))
-            # Steps without a draft were measured as padded blocks. If they run as blocks of one node now, measure them again. A context
+            # Steps without a draft were measured as padded blocks, but run as blocks of one node now: measure them again. A context
             # much longer than the call's is left out, because the measurement would take more memory and time than the call.
             elif (
                 near <= 4 * context
@@ -177,9 +177,9 @@ def measure(
     """Measures the steps of a greedy call. Returns a point per size (number of nodes after padding), with the median seconds of a step.
 
     Measuring stops when ``target.ranks.clock()`` reaches `end`, but not before two sizes are measured. Seconds of compilation are
-    added to `end`. Sizes are measured in turns, so that a temporary slowdown of the machine does not distort only one size. In each
-    turn only the second step is timed, because the first step finds data of another size in the processor's caches. The slots are not
-    filled with a text's keys and values, because a step's time does not depend on their contents.
+    added to `end`. Sizes are measured in turns, so that a temporary slowdown of the machine does not distort only one size. In a turn
+    each size runs two steps. Only the second step is timed, because the first step finds data of another size in the processor's
+    caches. The slots are not filled with a text's keys and values, because a step's time does not depend on their contents.
     """
     target = forward_pass.target
     device, clock = target.device, target.ranks.clock

@@ -34,7 +34,7 @@ from .sampling import sampling_of
 from .step import TimedSteps, step
 from .verify import Outcome
 
-#: Number of slots that a call first reserves after its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
+#: At first a call reserves only this many slots after its prompts, because few texts reach ``max_new_tokens``. Longer texts add slots.
 SLOTS_AHEAD = 2048
 
 
@@ -83,7 +83,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
 
 
 def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch: Stopwatch) -> None:
-    """Opens a session for the request's rows, prefills its prompts, and starts its strategy."""
+    """Opens a session for the request's rows, prefills the prompts, and starts the strategy."""
     batch = proposer.batch
     engine, request, target = batch.engine, batch.request, batch.target
     strategy, timings = request.strategy, batch.report.timings
@@ -94,7 +94,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
     slots = max(
         longest if target.static else min(longest, max(batch.lengths) + SLOTS_AHEAD), request.runtime.slots or 0
     )
-    # For a strategy that reads prompts, nothing is reused, so that equal calls draft alike and its own cache has no holes.
+    # A strategy that reads prompts must get whole prompts, so that the strategy's cache has no holes, and equal calls draft alike.
     reads = strategy.reads_prompt
     reuse = request.runtime.reuse and not reads and request.given is None
     inputs, prefixes = request.multimodal, [request.prefix_of(row) for row in range(len(request.prompts))]
@@ -124,7 +124,7 @@ def begin(proposer: Proposer, output: RequestOutput, stack: ExitStack, stopwatch
 
 
 def end(proposer: Proposer) -> None:
-    """Ends a call whose rows have ended: raises faults noted on the device, keeps the rows' texts for later calls, fills the report."""
+    """Ends a call: raises faults noted on the device, keeps the rows' texts for later calls, and fills the report."""
     batch = proposer.batch
     if batch.guide is not None:
         batch.guide.check()
@@ -150,7 +150,8 @@ def close(proposer: Proposer, output: RequestOutput, error: BaseException | None
 def agreed(request: Request, ranks: Ranks) -> Request:
     """Checks that all processes that share a model got the same request.
 
-    Returns `request`; if several processes share the model, or a mode of torch watches the call, a copy without compilation.
+    Returns `request`, or a copy without compilation if several processes share the model or the call is within a torch mode
+    (TorchDispatchMode, TorchFunctionMode).
 
     Raises:
         RanksError: the processes were given different requests.
@@ -169,7 +170,7 @@ def agreed(request: Request, ranks: Ranks) -> Request:
 
 
 def recordable(proposer: Proposer) -> bool:
-    """Whether a whole step of `proposer` and its batch can be recorded: the device records, and no part of the step needs the host."""
+    """Whether a whole step of `proposer` can be recorded: the device records CUDA graphs, and no part of the step needs the host."""
     batch, request = proposer.batch, proposer.batch.request
     return (
         batch.session.recordings is not None and request.strategy.on_device
@@ -188,8 +189,8 @@ def counts_of(drafters: Sequence[ModelDrafter]) -> list[DraftCounts]:
 class StepRecording:
     """Runs the steps of a batch. The first steps run unrecorded; later steps replay a recorded step.
 
-    When further parts of the step have been compiled, the step is recorded again. Parts whose results round differently when compiled,
-    and so could change tokens, do not switch to compiled code within a call.
+    When further parts of the step have been compiled, the step is recorded again. A part that rounds differently when compiled does not
+    switch to compiled code within a call, because tokens could change.
 
     Args:
         proposer: a :func:`recordable` proposer, whose batch has run no step yet.
@@ -219,7 +220,7 @@ class StepRecording:
         self._failed = False
 
     def advance(self) -> None:
-        """Runs the next step. If a recording fits, replays the recording instead, for as many steps as possible."""
+        """Replays a recording for as many steps as possible, if one fits; else runs the next step."""
         key = self._key
         recorded = self._earlier(key) or self._new(key)
         if recorded is not None:
@@ -266,7 +267,7 @@ class StepRecording:
 
     @property
     def _key(self) -> tuple:
-        """Everything that a recorded step depends on besides the values in its tensors, such as which of its parts are compiled."""
+        """Everything that a recorded step depends on besides the values in its tensors; for example, which parts are compiled."""
         return *self._depends_on, self.proposer.tiers
 
     def _replay(self, recorded: Recording, key: tuple) -> None:
@@ -297,6 +298,6 @@ class StepRecording:
                 with self.recordings.recorder.active():
                     recorded.inputs.give_back(self.inputs.root, self.recordings.recorder.copy)
             counted = counts_of(recorded.inputs.root["drafters"])
-            for own, like in zip(counts_of(self.proposer.drafters), counted, strict=True):
-                own.replayed(like, steps)
+            for own, recorded_counts in zip(counts_of(self.proposer.drafters), counted, strict=True):
+                own.replayed(recorded_counts, steps)
             report.timings.core += time.perf_counter() - begun

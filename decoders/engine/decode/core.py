@@ -62,7 +62,7 @@ class StepOutput:
         )  # fmt: skip
 
     def observed(self, sequences: Sequences, known: HostStep | None = None) -> Step:
-        """This step, as passed to a strategy's `observe`. sequences: rows with the step's tokens; known: what the host has read."""
+        """The step that a strategy's `observe` gets. sequences: the rows with the step's tokens; known: the values read by the host."""
         emitted, accepted, _, _ = self.summary.unbind(0)
         return Step(
             self.nodes, self.chosen, self.path, accepted, emitted, self.logits, self.hidden, sequences, layers=self.layers,
@@ -108,7 +108,7 @@ class Rule(Protocol):
         """Decides which nodes of `block` are accepted.
 
         Args:
-            draft: the draft in the block; None if a draft model verifies the block.
+            draft: the draft in the block; None if a draft model, not the target, verifies the block.
             nodes: ``[B, N]`` int64, the tokens of the block's nodes.
             forwarded: the results of the forward pass over `nodes`.
         """
@@ -162,7 +162,8 @@ class Core:
 
 
 class RecordedCore(Core):
-    """A core on a device that records. For blocks of a recorded size it replays the core, or only the pass if the rule needs the host.
+    """A core on a device that records CUDA graphs. For blocks of a recorded size it replays the whole core, or only the forward pass if
+    the rule needs the host.
 
     Args:
         recordings: the recordings of the rows' session.
@@ -194,7 +195,7 @@ class RecordedCore(Core):
     def _replayed(
         self, key: tuple, function: Callable[[NodeBlock, Rows], Any], block: NodeBlock, rows: Rows
     ) -> Any:  # fmt: skip
-        """Returns ``function(block, rows)``, replayed if recorded. key: what `function` depends on besides model and arguments."""
+        """Returns ``function(block, rows)``, by a replay if recorded. key: what `function` depends on besides model and arguments."""
         if block.text.length or block.piece is not None or block.root is not None:
             return function(block, rows)
 

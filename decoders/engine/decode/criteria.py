@@ -84,7 +84,7 @@ class CriteriaRun:
         return ends
 
     def _ask_all_rows(self, outcome: Outcome, out: StepOutput, active: list[int]) -> dict[int, tuple[int, bool]]:
-        """Like :meth:`_ask_each_row`, for criteria that judge whole batches. Rows that have not ended keep equally many new tokens."""
+        """Like :meth:`_ask_each_row`, for criteria that judge whole batches. All rows that go on keep the same number of new tokens."""
         done, emitted = len(self.padded_rows.generated[active[0]]), outcome.emitted
         ended = {row: emitted[row] for row in active if outcome.ended[row]}  # row → number of its new tokens
         going = [emitted[row] for row in active if row not in ended]
@@ -107,8 +107,8 @@ class CriteriaRun:
         return {row: (min(ended.get(row, count), count), ended.get(row, count + 1) <= count) for row in active}
 
     def _ask(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Returns which rows must stop, ``[B]`` bool. If rows end together, the result may be ``[B, B]``, because transformers
-        broadcasts a criterion's ``[B, 1]``. In this case the rows end once every entry has been true in some call.
+        """Returns which rows must stop, ``[B]`` bool. If rows end together, the result may also be ``[B, B]``, because transformers
+        broadcasts a criterion's ``[B, 1]``. Then the rows end when each entry has been True in this or an earlier call.
         """
         stopped = self.criteria.ask(ids, scores).bool().cpu()
         rows = self.batch
@@ -160,7 +160,7 @@ Processors = Sequence[Callable[[Tensor, Tensor], Tensor]]
 
 
 def processed_by(processors: Processors, ids: Tensor, scores: Tensor) -> Tensor:
-    """Returns `scores` ``[B, V]`` float32 after all `processors`. An exception of a processor gets a note.
+    """Runs all `processors` on `scores` ``[B, V]`` float32, and returns the new scores. An exception of a processor gets a note.
 
     Raises:
         UnsupportedError: a processor returned something other than scores of the same shape.
@@ -191,7 +191,7 @@ def choose_along_path(
     rows lose matching draft tokens.
 
     Args:
-        masks: grammar masks. Their replacements are applied to the chosen tokens; `logits` are already masked.
+        masks: grammar masks, which have already been applied to `logits`. Only their token replacements are used, on the chosen tokens.
         scores: ``[B, N, V]``, a buffer for the processed scores of nodes on the path; None if scores are not kept.
 
     Returns:

@@ -249,7 +249,7 @@ class Engine:
 
         Args:
             model: the model of this engine.
-            target: its `layers` are the layers whose hidden states the pass also returns.
+            target: decides which hidden states the pass also returns, by its attribute `layers`.
         """
         # The first look-up takes no lock. With a lock, a submitted request would wait here until the running step has ended.
         if (own := self._own.get(target.layers)) is not None:
@@ -269,7 +269,8 @@ class Engine:
         """
         if self.target.recurrent:
             raise UnsupportedError(
-                f"{type(model).__name__} keeps recurrent states, which a draft would have to take back: it cannot be left early"
+                f"the first layers of {type(model).__name__} cannot draft, because its recurrent states cannot be rolled back when a "
+                "draft token is rejected: take a strategy without early exit"
             )
         with self.lock:
             if count not in self._cut:
@@ -282,7 +283,7 @@ class Engine:
 
     @property
     def functions_ready(self) -> int:
-        """Number of compiled variants of strategies' functions: one per function and kind of arguments, whatever sizes above 1 are."""
+        """Number of compiled variants of strategies' functions. Arguments that differ only in sizes above 1 share a variant."""
         return sum(len(tiered.ready) for tiered in self._functions.values())
 
     def memory(self, strategy: Strategy, name: str, factory: Callable[[], Any], salt: str = "") -> Any:
@@ -355,7 +356,7 @@ def _pass_of(target: Target) -> ForwardPass:
 
 
 def _book(compiled: CompiledFunction, report: Report, *, waited_for: bool) -> None:
-    """Makes later compilations of `compiled` add to the counts and seconds in `report`. waited_for: whether the call waits for them."""
+    """Makes later compilations of `compiled` add to the counts and seconds in `report`. waited_for: whether calls wait for them."""
 
     def book(seconds: float) -> None:
         if waited_for:

@@ -70,7 +70,6 @@ class StepKind:
 
 
 def kind_of(request: Any) -> StepKind:
-    """The kind of the steps of `request`."""
     parts = tuple((name, _part(value)) for name, value in _used(request, Use.KIND) if name != "plan")
     host = [name for name, value in _used(request, Use.HOST) if value is not None and value is not False]
     return StepKind(parts, request.plan, (*host, *["keep_scores"] * request.plan.keep_scores))
@@ -94,11 +93,11 @@ def _used(request: Any, use: Use) -> Iterator[tuple[str, Any]]:
 
 
 def _part(value: Any) -> object:
-    return Made(value) if isinstance(value, Strategy | Verifier) else value
+    return ByAttributes(value) if isinstance(value, Strategy | Verifier) else value
 
 
-class Made:
-    """Wraps a strategy or a verifier: ``==`` compares all attributes of the wrapped objects, and of the strategies inside them.
+class ByAttributes:
+    """Wraps a strategy or a verifier, so that ``==`` compares all its attributes, and all attributes of the strategies inside it.
 
     Comparing the ``repr`` of strategies is not enough, because a ``repr`` shows only the settings.
     """
@@ -109,7 +108,9 @@ class Made:
         self.shown, self.attributes = (type(value), value.name, repr(value)), dict(vars(value))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Made) and self.shown == other.shown and _alike(self.attributes, other.attributes)
+        if not isinstance(other, ByAttributes):
+            return False
+        return self.shown == other.shown and _alike(self.attributes, other.attributes)
 
     def __hash__(self) -> int:
         return hash(self.shown)
@@ -124,7 +125,7 @@ def _alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Strategy):
-        return Made(one) == Made(other)
+        return ByAttributes(one) == ByAttributes(other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_alike(own, other[name]) for name, own in one.items())
     if isinstance(one, tuple | list):

@@ -40,14 +40,14 @@ class Lane:
     Args:
         engine: the model's engine.
         request: the first request; it defines what all requests have in common.
-        capacity: greatest number of requests at once. It becomes 1 for a strategy that reads prompts but has no `rebatch`, or
-            reads prompts with images: it would have to read running requests' texts again when another request joins or leaves.
+        capacity: greatest number of requests at once. If the strategy reads prompts, and has no `rebatch` or the prompts have images,
+            the capacity becomes 1: the strategy would have to read all texts again when another request joins or leaves.
 
     Attributes:
         admission: finds places for new requests and prefills their prompts.
         batch: the requests whose prompts have been prefilled, and which are being decoded.
         proposer: the strategy that drafts for the batch.
-        prompts: reads images and sounds, and passes prompts to a strategy that was started again.
+        prompts: prefills images and sounds; passes all texts to a strategy that reads prompts and was started again.
         rows: the requests in the batch, in the order of its rows; requests that have left are removed before the next step.
     """
 
@@ -85,7 +85,7 @@ class Lane:
 
     @property
     def outdated(self) -> bool:
-        """Whether more code has been compiled since the lane's requests began. They go on without it; new requests need a new lane."""
+        """Whether code has been compiled since the lane's requests began. Only requests in a new lane will run the compiled code."""
         if not self.seats:
             return False
         batch, mode = self.batch, self.template.runtime.compile
@@ -95,7 +95,7 @@ class Lane:
 
     def fits(self, engine: Engine, request: Request) -> bool:
         """Whether `request` can share steps with the lane's requests."""
-        # For a strategy that reads prompts, requests with and without images are kept apart: prompts with images cannot be read again.
+        # For a strategy that reads prompts, requests with images need a lane of their own: prompts with images cannot be read again.
         seen = self._sees == (request.multimodal is not None) or not request.strategy.reads_prompt
         return engine is self.engine and seen and share_steps(self.template, request)
 
@@ -139,7 +139,7 @@ class Lane:
             self._take_out([seat for seat in self.seats if seat.member is member])
 
     def close(self, cause: Exception | None = None) -> None:
-        """Ends the lane's requests and strategy, and frees its buffers.
+        """Ends the requests and the strategy of the lane, and frees the lane's buffers.
 
         If `cause` is an out-of-memory error, also drops the model's unused sessions and its recordings.
 
@@ -309,7 +309,7 @@ def share_steps(one: Request, other: Request) -> bool:
     return (
         one.kind.shared == other.kind.shared
         and one.memory_salt == other.memory_salt
-        # The first row with a grammar restarts the strategy. A strategy that reads prompts would have to read all texts again.
+        # The first row with a grammar restarts the strategy, and a strategy that reads prompts would have to read all texts again.
         and (one.plan.masked == other.plan.masked or not one.strategy.reads_prompt)
         and one.models.assistant_model is other.models.assistant_model and one.models.tokenizer is other.models.tokenizer
     )  # fmt: skip

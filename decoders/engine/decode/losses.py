@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def warn_of_format(target: Target) -> None:
-    """Warns of 16-bit weights on a CPU for which this package has no kernels, because torch multiplies several rows by them slowly."""
+    """Warns of 16-bit weights on a CPU for which this package has no kernels: torch is slow at products of 16-bit weights."""
     if target.device.type != "cpu" or target.precision.weights is not None or target.dtype.itemsize != 2:
         return
     if (choice := cpu.chosen()).kernels is None:

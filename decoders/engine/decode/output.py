@@ -170,11 +170,11 @@ class RequestOutput:
             self._closed = True
             self._tell_observers("end", lambda: (self.report, error or self.error))
 
-    def _tell_observers(self, method: str, told: Callable[[], tuple[Any, ...]] = tuple) -> None:
-        """Calls `method` of every observer with the call and the values from `told`. Exceptions of observers become warnings."""
+    def _tell_observers(self, method: str, arguments: Callable[[], tuple[Any, ...]] = tuple) -> None:
+        """Calls `method` of every observer with the call and the results of `arguments`. Exceptions of observers become warnings."""
         for observer in self.request.returned.observers:
             try:
-                getattr(observer, method)(self._observed, *told())
+                getattr(observer, method)(self._observed, *arguments())
             except Exception as error:
                 warnings.warn(
                     f"decoders: {method} of observer {observer.name!r} raised {error!r}; the call goes on", RuntimeWarning,

@@ -21,7 +21,7 @@ class KeptText:
         tokens: 1-D int64, on the CPU.
         whole: whether only a prompt that begins with the whole text can reuse it, because a recurrent state cannot be rolled back.
         salt: texts with different salts share nothing.
-        least: least number of leading tokens that can be reused. It covers all images of the text, because they are read together.
+        least: least number of leading tokens that can be reused: up to the last image, because all images are read together.
     """
 
     tokens: Tensor
@@ -31,11 +31,11 @@ class KeptText:
 
     @cached_property
     def key(self) -> tuple[str, bytes]:
-        """The salt, and the tokens as bytes, because Python sorts bytes much faster than tensors."""
+        """The key for sorting: salt, and tokens as bytes, because Python sorts bytes much faster than tensors."""
         return self.salt, self.tokens.numpy().tobytes()
 
     def shared_with(self, prompt: KeptText) -> int:
-        """How many leading tokens of this text `prompt` shares and can reuse."""
+        """The number of leading tokens that `prompt` shares with this text and can reuse."""
         n = min(len(self.tokens), len(prompt.tokens))
         if not n or prompt.salt != self.salt or (self.whole and len(self.tokens) >= len(prompt.tokens)):
             return 0
@@ -57,7 +57,7 @@ NOTHING = KeptText(torch.empty(0, dtype=torch.int64, device="cpu"))
 class PrefixIndex:
     """Finds the text that shares the longest prefix with a prompt.
 
-    This text is next to the prompt if texts and prompt are sorted. So n prompts and n texts take O(n log n) comparisons.
+    If texts and prompt are sorted, this text is a neighbour of the prompt. So n prompts and n texts take O(n log n) comparisons.
     """
 
     def __init__(self, texts: list[KeptText]) -> None:
@@ -67,10 +67,10 @@ class PrefixIndex:
         self._any_whole = any(text.whole for text in texts)
 
     def longest(self, prompt: KeptText) -> tuple[int, int]:
-        """The number of tokens that the best text shares with `prompt`, and the text's index; ``(0, 0)`` without texts."""
+        """The greatest number of tokens that a text shares with `prompt`, and the text's index; ``(0, 0)`` without texts."""
         index = bisect_left(self._keys, prompt.key)
         beside = self._order[max(index - 1, 0) : index + 1]
-        if self._any_whole:  # the neighbours may not be reusable, although a shorter text with `whole` may be
+        if self._any_whole:  # a shorter text may be reusable although both neighbours are not
             beside = self._order
         return max(((self.texts[place].shared_with(prompt), place) for place in beside), default=(0, 0))
 
@@ -106,13 +106,13 @@ class PrefillPlan:
         # is used.
         if not target.continues:
             chunk = max(chunk, *ends)
-        # Passes with fewer tokens than LEAST_NODES would run uncompiled in a compiled call, and round differently. But recurrent states
-        # must stop at a text's end.
+        # Passes with fewer tokens than LEAST_NODES would run uncompiled in a compiled call, and round differently. But passes of
+        # recurrent models are not padded, because states must stop at a text's end.
         least = 1 if target.recurrent else LEAST_NODES
         chunk = max(chunk - chunk % multiple, multiple, least)
         # A chunk may reach beyond the end of a row's prompt; steps overwrite such slots before they read them. If `multiple` > 1, a
-        # step may run the last tokens of a prompt again, and must write the same bits. But a kept text may have been computed by
-        # another tier (compiled or not), so its last `multiple` tokens are computed again.
+        # step may run the last tokens of a prompt again, and must write the bits that the prefill has written. As a kept text may
+        # come from another tier (compiled or not), its last `multiple` tokens are computed again.
         again = multiple if multiple > 1 and not given else 0
         unread = [max(end - kept, min(end, again)) for end, kept in zip(ends, reused, strict=True)]
         longest = max(unread, default=0)

@@ -113,7 +113,7 @@ class PromptReader:
         return self.batch.engine.own_forward(self.batch.request.models.model, self.batch.target)
 
     def _read_and_show(self, tokens: Tensor, begin: Tensor, buffers: CacheBuffers, view: Tensor, latest: int) -> None:
-        """Prefills a chunk of the prompts and passes it to the strategy. tokens: ``[B, N]``; their slots begin at `begin` ``[B]``."""
+        """Prefills a chunk of the prompts and passes it to the strategy. tokens: ``[B, N]``, for the slots from `begin` ``[B]`` on."""
         logits = self.batch.request.strategy.prompt_logits
         self.proposer.show(
             read_chunk(self.batch, self.batch.rows.length, tokens, begin, buffers, view, latest, logits=logits), latest
@@ -138,7 +138,7 @@ def read_chunk(
 
 
 def _places(lengths: Tensor, tokens: Tensor, begin: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the positions of `tokens`, from `begin` ``[B]`` on, and a mask of those before each text's last one; both ``[B, N]``."""
+    """Returns ``[B, N]`` positions of `tokens`, from `begin` ``[B]`` on, and whether each position is before its text's last token."""
     positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     return positions, positions < lengths[:, None] - 1
 

@@ -30,20 +30,20 @@ from .verify import Outcome, step_keys
 
 
 class Proposer:
-    """The strategy of a batch, with its state and what it has opened.
+    """The strategy of a batch, with its state, and the draft models and networks that it has opened.
 
     Attributes:
         drafters: the open draft models.
         modules: the open drafting networks that are not language models.
         costs: estimates the costs of a step; None until the strategy or the loop needs an estimate.
         state: the strategy's state.
-        worth: decides how many nodes of a draft are verified; None with ``prune=False``, or if drafts may not be cut.
+        worth: decides how many nodes of a draft are verified; None with ``prune=False``, or if drafts must not be cut.
         arranged: whether :meth:`arrange` was called yet.
         skipped: whether steps have no draft at present, because drafting does not pay. It is decided anew after every step.
 
     Args:
         batch: the batch that the strategy drafts for.
-        stack: closes what the strategy has opened when the call ends.
+        stack: at the end of the call, closes the draft models and networks.
     """
 
     def __init__(self, batch: Batch, stack: ExitStack) -> None:
@@ -51,7 +51,7 @@ class Proposer:
         self.drafters: list[ModelDrafter] = []
         self.modules: list[SlotPasses] = []
         self.costs: StepCosts | None = None
-        self._former: StepCosts | None = None  # `costs` before the rows were arranged
+        self._former: StepCosts | None = None  # the value of `costs` before the last `arrange`
         self._measured = self._measured_rows = False
         self.state: Any = None
         self.worth: DraftWorth | None = None
@@ -93,14 +93,14 @@ class Proposer:
             with untouched("start", strategy, context.sequences):
                 self.state = strategy.start(context)
             self._started = True
-        if self.worth is not None:  # the first step must not wait for the files of measured costs
+        if self.worth is not None:  # reads the files of measured costs before the first step
             self.step_costs()
         return not stays
 
     def show(self, chunk: PromptChunk, latest: int) -> None:
         """Passes a chunk of the prompts to the strategy's `prefill`. latest: the largest slot at which a row's chunk begins."""
         self.batch.where = "prefill"
-        for module in self.modules:  # the chunk may reach beyond the prompts, and needs slots there, too
+        for module in self.modules:  # padding of the chunk needs slots, too
             module.reserve(latest + chunk.tokens.shape[1])
         strategy = self.batch.request.strategy
         with untouched("prefill", strategy, chunk):
@@ -163,7 +163,7 @@ class Proposer:
 
     @property
     def _shows_lists(self) -> bool:
-        """Whether the strategy also gets the rows as lists on the host: not if it is `on_device`, and not while a step is recorded."""
+        """Whether the strategy also gets the rows as lists on the host: True unless it is `on_device` or a step is being recorded."""
         return not self.batch.request.strategy.on_device and not recorded()
 
     def _without_placeholders(self, draft: Draft) -> Draft:
@@ -172,7 +172,7 @@ class Proposer:
         if target.vocabulary.placeholders is None or self.batch.verifier is not None:
             return draft
         placeholders = target.vocabulary.placeholders_on_host if draft.on_host else target.vocabulary.placeholders
-        assert placeholders is not None  # a model has either both tensors or none
+        assert placeholders is not None  # either both placeholder tensors are None, or neither
         # torch.isin is not used here: for many placeholders or few tokens it sorts, and waits for the device.
         stands_for_images = (draft.tokens[..., None] == placeholders).any(-1)
         return replace(draft, tokens=draft.tokens.masked_fill(stands_for_images, -1))
@@ -262,7 +262,7 @@ class Proposer:
         return context
 
     def _memory_of(self, key: str, factory: Callable[[], Any], of: Strategy | None = None) -> Any:
-        """Returns an object that a strategy keeps between calls, see :attr:`Context.memory`. of: the strategy, if not the call's."""
+        """Returns an object that a strategy keeps between calls, see :attr:`Context.memory`. of: the strategy; None for the call's."""
         request = self.batch.request
         return self.batch.engine.memory(of or request.strategy, key, factory, request.memory_salt)
 
@@ -273,7 +273,7 @@ class Proposer:
             calibration, folder = batch.engine.calibration, batch.request.cost_folder
             context = max(batch.lengths)
             known = calibration.known(folder)
-            # If requests join and leave, only two numbers of rows are measured, and only once: 1 and the capacity.
+            # If requests join and leave, costs are measured only once, and only for two numbers of rows: 1 and the capacity.
             if measure and not (batch.shared and self._measured_rows):
                 rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
                 known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)

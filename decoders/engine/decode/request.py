@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class DraftModels(Protocol):
-    """Provides the draft models that a call may use. A draft model is named by the loaded model or by its path."""
+    """Provides the draft models that a call may use. The methods take the loaded draft model or its path."""
 
     def engine_of(self, model: PreTrainedModel | str) -> Engine:
         """Returns the engine of `model`, a draft model with the target's vocabulary."""
@@ -96,7 +96,7 @@ class Returned:
 
     Attributes:
         logits: whether the logits of every generated token are returned.
-        top_logprobs: number of likeliest tokens whose log-probabilities are returned besides the generated token's; None: none at all.
+        top_logprobs: log-probabilities of the generated token and this many likeliest tokens are returned; None: no log-probabilities.
         on_step: called after every step with lists by row: new tokens, all generated tokens, and whether the row has ended.
         observers: called when the call starts, after every step, and when the call ends.
     """
@@ -115,7 +115,7 @@ class Request:
         models: the models that the strategy may use.
         strategy: proposes drafts.
         resolve: creates a strategy from a registry name and settings, for strategies that are composed of others.
-        origin: the distribution that provides the strategy, and its version, for notes on errors.
+        origin: name and version of the Python package that provides the strategy, for notes on errors.
         verifier: accepts draft tokens. With processors on the host it must be the coupled verifier.
         runtime: settings of the loop.
         prompts: per row, 1-D int64 without padding; -1 at positions without a token id (`given` has their keys and values).
@@ -158,7 +158,6 @@ class Request:
 
     @property
     def cost_folder(self) -> Path:
-        """The folder of stored cost curves."""
         return self.runtime.cost_cache or default_folder()
 
     def salt_of(self, row: int) -> str:
@@ -166,7 +165,6 @@ class Request:
 
     @cached_property
     def kind(self) -> StepKind:
-        """The kind of the request's steps."""
         return kind_of(self)
 
     @property

@@ -123,7 +123,7 @@ def room_for(rows: int, slots: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # The CPU's allocator raises a plain RuntimeError about "memory"; for sizes above 2⁶³ bytes, about an "overflow".
+        # The CPU's allocator raises a plain RuntimeError that names "memory", or an "overflow" for sizes above 2⁶³ bytes.
         cpu = isinstance(error, MemoryError) or any(word in str(error) for word in ("memory", "overflow"))
         if isinstance(error, torch.OutOfMemoryError) or not cpu:
             error.add_note(f"decoders: while allocating {what}")

@@ -26,7 +26,8 @@ from .request import Request
 from .rows import Rows
 from .verify import Acceptance, Verified, path_to
 
-# Positions for the noise of a step's two draws. Tokens have no negative positions, so the draws are independent of the draft's noise.
+# Noise depends on positions. A step's two draws use these negative positions, which no token has, so that they are independent of the
+# noise with which the draft was drawn.
 _END_NODE = -1
 _NEXT_TOKEN = -2
 #: How far the sum of a verifier's probabilities may be from 1.
@@ -49,7 +50,6 @@ class VerifierRule:
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """The path drawn from the verifier's outcomes."""
         assert draft is not None
         verifier, shape = self.verifier, draft.topology
         if not verifier.trees and shape != Topology.chain(draft.tokens.shape[1]):
@@ -110,7 +110,7 @@ class VerifierRule:
 
 @dataclass(frozen=True)
 class HostRule:
-    """Verifies with logits processors that run on the host: follows the target's choices from node to node, for each request.
+    """The rule for logits processors that run on the host. For each request, it follows the target's choices from node to node.
 
     Attributes:
         plan: the sampling plan, which all members share.
@@ -126,7 +126,6 @@ class HostRule:
     def verify(
         self, draft: Draft | None, block: NodeBlock, nodes: Tensor, forwarded: ForwardResult, rows: Rows
     ) -> Verified:
-        """The target's choices along each row's path."""
         tree, plan = block.tree, self.plan
         logits = forwarded.logits if block.masks is None else block.masks.allow(forwarded.logits)
         chosen = torch.full(nodes.shape, NOT_REACHED, dtype=torch.int64, device=nodes.device)
@@ -142,7 +141,7 @@ class HostRule:
                     nodes[own], tree.of_rows(first, end), logits[own], rows.of_rows(first, end), member.padded_rows, processors, plan,
                     block.masks and block.masks.of_rows(first, end), scores[own] if scores is not None else None,
                 )  # fmt: skip
-            except BaseException as error:  # in a scheduler's thread, SystemExit comes from a processor
+            except BaseException as error:  # in a scheduler's thread, only a processor can have raised SystemExit
                 if not self.shared:
                     raise
                 member.error = error
@@ -197,7 +196,7 @@ def _is_outcomes(mass: Tensor) -> Tensor:
 
 
 def _salt(keys: Tensor, value: int) -> Tensor:
-    """``[B, 1]``: `value` for every row, as a position for the noise."""
+    """``[B, 1]``: `value` for every row, to be passed to :func:`gumbel_noise` as `positions`."""
     return torch.full_like(keys, value)[:, None]
 
 

@@ -20,7 +20,7 @@ from .rows import Rows, shapes_of
 
 
 class Session:
-    """Rows with their slots of the KV cache, the views that steps use, the texts kept in the slots, and recordings of steps.
+    """Rows with their slots of the KV cache, the views of rows that steps use, the texts kept in the slots, and recordings of steps.
 
     The first rows are being decoded (:meth:`arrange`). The others are being prefilled, hold texts of earlier requests, or are free.
 
@@ -43,13 +43,13 @@ class Session:
         self.shared: dict[int, Session] = {}
         self._sampling: dict[tuple, SamplingInputs] = {}
         self._blocks: dict[int, Blocks] = {}
-        # Views of the rows by number of rows. They are kept, because recorded steps work on them.
+        # By number of rows, views of the first rows. They are kept, because recorded steps read and write them.
         self._arranged: dict[int, Rows] = {batch: self.rows}
         self.blocks = self._blocks_for(batch)
         self._forget_views()
 
     def _forget_views(self) -> None:
-        """Drops the views of the rows, which have been replaced or enlarged."""
+        """Drops the views of the rows, because the rows have been replaced or enlarged."""
         self._views: dict[int, tuple[Tensor, Sequences]] = {}
         self._sizes = view_sizes(self.rows.slots, self.target.static)
 
@@ -82,7 +82,7 @@ class Session:
         self._forget_views()
 
     def own(self, sampling: SamplingInputs) -> SamplingInputs:
-        """Copies `sampling` to the session's own tensors of the same shapes, which recorded steps read, and returns these tensors."""
+        """Copies `sampling` to tensors of the session, which recorded steps read. Returns the session's tensors."""
         own = self._sampling.setdefault(shapes_of(sampling), sampling)
         if own is not sampling:
             for name, tensor in vars(own).items():
@@ -174,7 +174,8 @@ class Session:
         """Runs one pass over `count` tokens in each of ``len(starts)`` adjacent rows; `first` is the index of the first row.
 
         Args:
-            starts: see :attr:`PrefillPlan.starts`; the pass begins `done` tokens later.
+            starts: see :attr:`PrefillPlan.starts`.
+            done: number of tokens after `starts` that earlier passes have run.
             run: see :meth:`prefill`.
         """
         latest = max(starts) + done

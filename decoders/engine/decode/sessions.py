@@ -63,7 +63,7 @@ class Sessions:
         self, prompts: list[Tensor], new_tokens: int, sampling: SamplingInputs, slots: int, reuse: bool,
         shared: bool = False, prefixes: Sequence[KeptText] = (), shifts: Sequence[int] = (),
     ) -> Iterator[tuple[Session, list[int], list[int]]]:  # fmt: skip
-        """A context that yields a session with `prompts` in its first rows and at least `slots` slots per row. On exit it becomes free.
+        """Yields a session with `prompts` in its first rows and at least `slots` slots per row. On exit the session becomes free.
 
         Also yields, per row, the number of leading prompt tokens whose keys and values are already in the row's slots, and the number
         of tokens of the prompt; padding rows have one token.
@@ -144,7 +144,7 @@ class Sessions:
 
 
 def _continued(session: Session, texts: list[KeptText]) -> float:
-    """The share of the tokens in the session's texts that `texts` can reuse; 1 if the session has no texts."""
+    """The share of the session's kept tokens that the prompts `texts` can reuse; 1 if the session has no kept tokens."""
     held = sum(len(text.tokens) for text in session.texts)
     if not held:
         return 1.0
@@ -173,7 +173,7 @@ def take_over(
             holder, source_row, _ = held[place]
             moves.append((row, holder.stored.buffers, source_row, reused[-1]))
     own, written = session.stored.buffers, {row for row, *_ in moves}
-    # If a source row will be overwritten itself, its contents are saved first.
+    # Rows that are both copied and overwritten are saved first.
     sources = [
         (source.of_row(place, count), 0) if source is own and place in written else (source, place)
         for _, source, place, count in moves

@@ -21,7 +21,7 @@ def step(proposer: Proposer, batch: Batch, clock: Clock | None = None, *, record
     """Runs one step of all rows of `batch`: `proposer` drafts, and each row accepts its own number of draft tokens.
 
     Args:
-        clock: its methods are called when the parts of the step are over.
+        clock: learns when the step begins and when each part of the step ends.
         recording: whether a device records the step. If so, the host reads nothing, and the caller that replays the step
             delivers its tokens.
     """
@@ -51,7 +51,7 @@ def step(proposer: Proposer, batch: Batch, clock: Clock | None = None, *, record
 
 
 class Clock:
-    """Its methods are called at the beginning of a step and at the end of each part of the step. This base class does nothing."""
+    """Base class of clocks. A step calls the methods at its beginning and at the end of each part; here the methods do nothing."""
 
     def begun(self) -> None: ...
     def proposed(self) -> None: ...
@@ -67,13 +67,12 @@ UNTIMED = Clock()
 
 
 class TimedSteps(Clock):
-    """Runs the steps of a batch. It is their clock, and adds the seconds of their parts, without compilation, to the report.
+    """Runs the steps of a batch, and adds the seconds of each part of a step, without compilation, to the report.
 
-    What it learns from a step counts from the next step on: how many threads to use, whether to draft, what nodes cost, and what is
-    worth compiling.
+    From each step it learns, for the next steps: how many threads to use, whether to draft, what nodes cost, and what to compile.
 
     Attributes:
-        piece: seconds of the last step's pass times the share of its tokens that belong to a prompt piece (:attr:`Batch.next_piece`).
+        piece: the part of the last step's pass, in seconds, that counts as the prefill of a prompt piece (:attr:`Batch.next_piece`).
     """
 
     piece = 0.0
@@ -84,7 +83,6 @@ class TimedSteps(Clock):
         self._threads = self.batch.engine.threads
 
     def advance(self) -> None:
-        """Runs the next step."""
         if self._threads is not None:
             self._threads.use()
         step(self.proposer, self.batch, self)
@@ -110,7 +108,7 @@ class TimedSteps(Clock):
         prompt, read = batch.prompt_left and not report.steps, 0 if block.piece is None else block.piece.tokens.shape[1]
         self._spent = self._seconds()
         self._outcome, self._nodes, self._drafted = outcome, nodes, draft.tokens.shape[1] > 0
-        self._context = max(batch.lengths)  # before the step's tokens are delivered
+        self._context = max(batch.lengths)  # without the tokens of this step
         self._compiled = batch.forward_pass.compiled_passes > self._counts[0]
         self._replayed = batch.session.replays > self._counts[1]
         self._reads_prompt = bool(prompt or read)
@@ -165,7 +163,7 @@ class TimedSteps(Clock):
         self.proposer.learn(self._outcome)
 
     def _learn_costs(self) -> None:
-        """Updates the cost models by the last step, whose pass ran no prompt tokens."""
+        """Updates the cost models with the last step, whose pass ran no prompt tokens."""
         batch, proposer = self.batch, self.proposer
         if not self._drafted:
             batch.forward_pass.tiers.book_single(self._core, batch.row_count)

@@ -1,4 +1,4 @@
-"""Draws the target's tokens, finds the longest path of a block on which every token is the target's own choice, and appends its tokens.
+"""Draws the target's tokens, finds the longest path of a block on which every token is the target's own choice, and appends the path.
 
 :class:`StepFunctions` runs these functions compiled if a step's pass is compiled.
 """
@@ -47,7 +47,7 @@ class Verified:
     Attributes:
         chosen: ``[B, N]`` int64, the target's token after each node.
         scores: ``[B, N, V]``, the processed scores; None unless the plan keeps them.
-        acceptance: the accepted path; None if it is the path whose tokens match `chosen`.
+        acceptance: the accepted path; None accepts the path whose tokens match `chosen`.
         most: ``[B]`` int64, greatest number of tokens that each row may commit; None for no limit.
     """
 
@@ -153,7 +153,7 @@ def draw_tokens(
     if plan.keep_scores:
         left = left.settled()
     tokens = left.choose(plan, inputs, positions)
-    if plan.sample and plan.reads_text:  # bans of words and n-grams may leave no token
+    if plan.sample and plan.reads_text:  # bans of words and n-grams may have removed all tokens
         tokens = torch.where(left.scores.amax(-1) > float("-inf"), tokens, NOTHING_LEFT)
     return tokens if masks is None else masks.written(tokens), left.dense() if plan.keep_scores else None
 
@@ -162,7 +162,7 @@ def settle(
     nodes: Tensor, chosen: Tensor, tree: TreeTensors, tokens: Tensor, length: Tensor, limit: Tensor, finished: Tensor,
     stop_tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Accepts the path that matches `chosen` and appends its tokens. Returns the path, the new tokens and the summary of the step."""
+    """Accepts the path that matches `chosen`, and appends its tokens to the rows. Returns path, new tokens and the step's summary."""
     acceptance = follow_matches(nodes, chosen, tree)
     return acceptance.path, *append(nodes, chosen, tree, acceptance, tokens, length, limit, finished, stop_tokens)
 
@@ -197,7 +197,7 @@ def append(
 
 
 class StepFunctions(Beside):
-    """The functions that draw tokens and accept a path. The :class:`Tiers` of a forward pass decide which of them run compiled."""
+    """The functions that draw tokens and accept a path. Whether they run compiled depends on the forward pass (:class:`Tiers`)."""
 
     def __init__(self) -> None:
         self.forget()
@@ -251,7 +251,7 @@ class StepFunctions(Beside):
 
 
 def _laid_out(tree: TreeTensors) -> TreeTensors:
-    """A copy of `tree` for the compiled :func:`settle`, with the ancestors in place of visibility, which :func:`settle` never reads."""
+    """A copy of `tree` for the compiled :func:`settle`. Its `visible`, which :func:`settle` never reads, is the tensor of ancestors."""
     ancestors = copied_whole(tree.ancestors)
     return TreeTensors(copied_whole(tree.parents), copied_whole(tree.offsets), ancestors, ancestors)
 

@@ -20,12 +20,12 @@ from ..rows import Rows
 
 
 class DraftCore(Core):
-    """The passes of a draft model, whose tokens another model verifies.
+    """The forward passes of a draft model. Another model verifies the draft tokens.
 
-    A block starts with each row's ``U`` pending tokens, the last committed tokens before the root. Their slots may lack their keys and
-    values: the last token of a fully accepted draft was never run, and keys and values of accepted tree nodes are in other slots.
-    Running these tokens again costs next to nothing, and saves moving keys and values. With the target's own slots
-    (:mod:`.shared_slots`) no keys and values are missing and no tokens are pending; small blocks are padded after the root instead.
+    A block starts with each row's ``U`` pending tokens, the last committed tokens before the root. Their keys and values may be
+    missing: the last token of a fully accepted draft was never run, and accepted tree nodes were written to other slots. Running
+    pending tokens costs next to nothing, and saves moving keys and values. A draft model that uses the target's own slots
+    (:mod:`.shared_slots`) lacks no keys and values. Then ``U`` is 0, and blocks that are too small are padded after the root.
 
     Args:
         vocab: size of the target's vocabulary. Token ids of the draft model beyond this size are padding and never proposed.
@@ -41,13 +41,13 @@ class DraftCore(Core):
         self.children = min(children, self.vocab)
 
     def key(self, method: str) -> tuple:
-        """Returns all values that a recording of `method` depends on, besides the model."""
+        """Returns the settings of this object that a recording of `method` depends on."""
         return self.plan, self.vocab, self.padding, 1 if method == "extend" else self.children
 
     def extend(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
         """Draws the next token of every row, and appends it to the row. pending: ``[U]``; only its length is used.
 
-        The returned expansion has one node and one continuation per row (``Q`` and ``C`` are 1).
+        The returned expansion has one node and one continuation per row.
         """
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
@@ -62,9 +62,8 @@ class DraftCore(Core):
     def advance(
         self, rows: Rows, view: Tensor, draft_tokens: Tensor, tree: TreeTensors, pending: Tensor, masks: Masks | None = None
     ) -> tuple[StepOutput, Expansion]:  # fmt: skip
-        """Verifies and commits a block that was drafted for this draft model; the pass also runs the `pending` tokens before the root.
-
-        The returned expansion has continuations of all ``N`` nodes of the block; each node's best continuation is its chosen token.
+        """Verifies and commits a block that a strategy drafted for this draft model. The pass also runs the `pending` tokens before the
+        root. The returned expansion has continuations of all ``N`` nodes. Each node's best continuation is the token chosen after it.
         """
         u = pending.shape[0]
         base = rows.length - 1 - u
@@ -79,7 +78,7 @@ class DraftCore(Core):
         return self.commit(own, tree, rows, cut, verified), expansion
 
     def root(self, rows: Rows, view: Tensor, pending: Tensor, masks: Masks | None = None) -> Expansion:
-        """Returns the first level of a tree: continuations of every row's last token, so ``Q`` is 1. pending: see :meth:`extend`."""
+        """Returns the first level of a tree: continuations of every row's last token. pending: see :meth:`extend`."""
         result = self._read(rows, view, pending)
         positions = (rows.length - rows.prompt_length)[:, None]
         return self._expanded(result.logits, rows, positions, masks, self._text(rows, view))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....report import Stage
 from ...model.buckets import node_bucket
 
-#: Least number of tokens that a pass runs before the root: each smaller number would need another compiled graph.
+#: A pass runs at least this many tokens before the root, because each smaller number would need another compiled graph.
 MIN_PENDING = 2
 #: Number of entries in the histogram of new tokens per step; the last entry also counts steps with more tokens.
 LONGEST = 64
@@ -23,7 +23,7 @@ class DraftCounts:
 
     Args:
         model: the draft model's name.
-        level: how many tokens are pending after a fully accepted draft.
+        level: number of tokens that are pending after a fully accepted draft.
         static: whether the number of tokens in a pass is rounded up to one of a few sizes.
         shared: whether the draft model uses the slots of the model that verifies its drafts, so that no tokens are ever pending.
 
@@ -48,9 +48,9 @@ class DraftCounts:
         self.forward_seconds = self.stage_seconds = 0.0
 
     def range(self, reach: int) -> Tensor:
-        """``[U]`` int64, 0 … U-1, for ``U`` pending tokens (rounded up to a compiled size). reach: tokens of the longest row."""
+        """``[U]`` int64, 0 … U-1. The length U tells a pass how many pending tokens to run. reach: tokens of the longest row."""
         pending = 0 if self.shared else max(min(self.pending, reach), MIN_PENDING)
-        if self.static and pending:  # pending tokens and the last token form a block
+        if self.static and pending:  # the block holds the pending tokens and the root
             pending = node_bucket(pending + 1) - 1
         if pending not in self._ranges:
             self._ranges[pending] = torch.arange(pending, device=self.device)
@@ -73,11 +73,11 @@ class DraftCounts:
         if not worked:
             self.pending = pending
 
-    def replayed(self, like: DraftCounts, steps: int) -> None:
-        """Adds the passes of `steps` replays of a recorded step. like: the statistics of the drafter that was recorded."""
-        self.passes += steps * like._per_step
+    def replayed(self, recorded_counts: DraftCounts, steps: int) -> None:
+        """Adds the passes of `steps` replays of a recorded step. recorded_counts: this model's statistics in the recorded call."""
+        self.passes += steps * recorded_counts._per_step
         if steps:
-            self.pending = like.pending
+            self.pending = recorded_counts.pending
 
     def report(self, weights: str, stages: list[Stage]) -> Stage:
         """Returns the report on the draft model. Waits for the device, so call it after the last step.

@@ -42,16 +42,16 @@ class ModelDrafter(Drafter):
     Args:
         batch: the target's batch.
         above: the model that verifies this model's drafts: the target's batch, or another draft model.
-        stack: closes everything that this drafter opened, when the strategy ends.
+        stack: when the strategy ends, closes everything that this drafter has opened.
         context: the context of the strategy that drafts with this model.
         model: the draft model, or a path to load it from.
-        ahead: greatest number of nodes that a round writes after the committed tokens; :meth:`advance` goes no further.
+        ahead: greatest number of nodes that a round writes after the committed tokens, and of tokens that :meth:`advance` adds.
         children: see :class:`DraftCore`.
         seldom: whether the strategy might never use this model. If so, the first round prefills the prompts, not ``__init__``.
 
     Attributes:
-        proposed: number of nodes, without padding, of the draft that is verified next; None before the first draft. The proposer or
-            the stage sets it.
+        proposed: number of nodes, without padding, of the draft that is verified next; None before the first draft. Set by the caller
+            of the strategy that drafts with this model.
         reach: greatest number of committed tokens that a row may have now.
         counts: pending tokens, passes, tokens and seconds.
         inner: the draft models of the strategy that drafts for this model, if any (:mod:`.staged`).
@@ -79,7 +79,7 @@ class ModelDrafter(Drafter):
         layouts = target.layout, batch.engine.target.layout
         shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
         self._unread: tuple[list[int], list[int]] | None = (
-            None  # lengths of prompts that are not prefilled yet, and reusable tokens
+            None  # before the prefill: lengths of the prompts, and numbers of reusable tokens
         )
         self.session: Session
         if shared:
@@ -91,7 +91,7 @@ class ModelDrafter(Drafter):
             request = batch.request
             if any(bool((prompt < 0).any()) for prompt in request.prompts):
                 raise UnsupportedError(
-                    "a draft model reads the prompt itself, and the call names no tokens for part of it: name all of the text in "
+                    "a draft model reads the prompt itself, and a part of this call's prompt has no token ids: pass the whole text as "
                     "input_ids, or take a strategy without a draft model"
                 )
             self.session, reusable, lengths = stack.enter_context(
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         self._settle()
 
     def _settle(self) -> None:
-        """Resets the grammar guide, and the row lengths that a round begins with."""
+        """Makes a new grammar guide, and stores the row lengths at which the next round begins."""
         self.guide: Guide | None = self.above.guide.ahead() if self.above.guide is not None else None
         self._begun = self.rows.length.clone()
         self.reach = max(map(len, self.batch.request.prompts))
@@ -170,7 +170,6 @@ class ModelDrafter(Drafter):
 
     @property
     def _prefill(self) -> Callable[..., None]:
-        """The function that prefills a chunk of the prompts."""
         return partial(self.engine.forward_pass.prefill, recordings=self.session.recordings)
 
     @property
@@ -188,7 +187,6 @@ class ModelDrafter(Drafter):
 
     @property
     def passes(self) -> int:
-        """Number of forward passes so far."""
         return self.counts.passes
 
     @property
@@ -215,12 +213,12 @@ class ModelDrafter(Drafter):
         self.reach = sequences.tokens.shape[1]
         if isinstance(self.session, SharedSlots):
             self.session.follow()
-            if host_reads(sequences.length):  # reading from the device is free: use only the slots of the rows' tokens
+            if host_reads(sequences.length):  # on a CPU lengths can be read: use only the slots of the rows' tokens
                 self.reach = int(sequences.length.max())
         if self.engine.target.static:  # the target's rows may have more slots than this model's rows
             self.reach = min(self.reach, self.rows.slots)
         else:
-            self.session.reserve(self.reach)  # a large block may have given the target's rows more slots
+            self.session.reserve(self.reach)  # the target's rows may have got more slots for a large block
         rows = self.rows
         tokens = sequences.tokens[:, : self.reach]
         if self.core.padding:  # token ids that only the target has would be out of range
@@ -241,14 +239,14 @@ class ModelDrafter(Drafter):
         return expansion
 
     def advance(self) -> Advance:
-        raise TypeError("advance() needs a drafter with a stage: call extend()")
+        raise TypeError("advance() needs a drafter that was opened with `stage`: call extend()")
 
     def root(self) -> Expansion:
         return self.run("root", self.covering(1)[0], self.counts.range(self.reach), *self._masks())
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
         count = nodes.shape[1]
-        if count == 1:  # a pass over one node would need another graph
+        if count == 1:  # a pass over one node would need another compiled graph
             nodes, tree = torch.cat([nodes, self.blocks.no_draft_token[:, :1]], dim=1), tree.padded(len(tree) + 1)
         expansion = self.run("expand", self.covering(len(tree))[0], nodes, tree, *self._expanded(nodes, tree))
         if count == nodes.shape[1]:
@@ -267,8 +265,8 @@ class ModelDrafter(Drafter):
             return
         self._drafting = False
         own_nodes = own_nodes if step.own_nodes is None else step.own_nodes
-        # If the block has another number of nodes than this model's draft, the draft was merged with others or cut by a node budget.
-        # Then accepted nodes are in other slots.
+        # If the block has more or fewer nodes than this model's draft, the draft was merged with others or cut by a node budget. Then
+        # accepted nodes are in other slots.
         if self.proposed is not None:
             others = self.proposed != own_nodes
         else:
@@ -279,13 +277,13 @@ class ModelDrafter(Drafter):
             drafter.fall_behind(behind)
 
     def fall_behind(self, tokens: int) -> None:
-        """Adds `tokens`, a number of committed tokens that this model did not draft, to the pending tokens of the :attr:`chain`."""
+        """Counts further pending tokens for each model of the :attr:`chain`. tokens: number of committed tokens not drafted by them."""
         for drafter in self.chain:
             drafter.counts.pending += tokens
 
     @property
     def room(self) -> int:
-        """The greatest length in tokens at which a row still has enough slots for a round with the largest tree so far."""
+        """The greatest number of committed tokens that leaves enough slots in a row for a round with the largest tree so far."""
         own = self.rows.slots - self.ahead - self._deepest
         return min([own, *(drafter.room - self.ahead for drafter in self.inner)])
 
@@ -316,7 +314,7 @@ class ModelDrafter(Drafter):
 
     @property
     def outdated(self) -> bool:
-        """Whether more of this model, or of a model that drafts for it, has been compiled since the call began."""
+        """Whether further parts of this model, or of a model that drafts for it, have been compiled since the call began."""
         own = self.engine.forward_pass.tiers.outdated(self._tiers, self.batch.request.runtime.compile, self.core.plan)
         return own or any(drafter.outdated for drafter in self.inner)
 
@@ -327,7 +325,7 @@ class ModelDrafter(Drafter):
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:
-        """Runs `method` of :class:`DraftCore` on the rows, `view` and `given`, or replays a recording of it for these sizes."""
+        """Calls `method` of :class:`DraftCore` with the rows, `view` and `given`, or replays a recording of it for these sizes."""
         core, rows, forward_pass = self.core, self.rows, self.engine.forward_pass
         run = partial(getattr(core, method), rows, view)
         key = method, core.key(method), rows.place, len(view)
@@ -353,7 +351,7 @@ class ModelDrafter(Drafter):
         return (self.guide.expand(nodes, tree.parents[:, before:], before),)
 
     def covering(self, nodes: int) -> tuple[Tensor, Sequences]:
-        """Returns :meth:`Session.view` with room for the tokens drafted in this round and a block of `nodes` nodes after them."""
+        """Reserves slots for this round's drafted tokens and a block of `nodes` nodes after them; returns :meth:`Session.view`."""
         end = self.reach + self.ahead + nodes
         if self.engine.target.static:
             end = self.longest + nodes

@@ -53,7 +53,7 @@ class ModuleTwin:
         places = {parameter.device for parameter in module.parameters()}
         if places - {device}:
             raise UnsupportedError(
-                f"{name} is on {', '.join(sorted(map(str, places)))}, the target on {device}: move it"
+                f"{name} is on {', '.join(sorted(map(str, places)))}, the target on {device}: move {name} there"
             )
         self.module, self.device, self.name = share_weights(module), device, name
         self.cache_keyword = cache_keyword(self.module)
@@ -140,7 +140,7 @@ class ModuleTwin:
 
     @torch.no_grad()
     def _run(self, example: tuple[Tensor, ...], probe: LayoutProbe, shape: attention.MaskShape) -> None:
-        """Runs the module on one node, with `probe` as its cache and `shape` as the shape of its masks."""
+        """Runs the module on one node. probe: takes the place of the cache; shape: shape of the attention masks."""
         place = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         mask = torch.zeros(1, len(self.kinds), 1, 1, dtype=self.dtype, device=self.device)
         attention.tell_shape(mask, shape)
@@ -151,7 +151,7 @@ class SlotPasses(ModulePasses):
     """A module's passes in one call.
 
     Args:
-        rows, slots: number of rows of the module's cache, and of slots per row without `ahead`.
+        rows, slots: the module's cache has this many rows, with `slots` + `ahead` slots each.
         ahead: greatest number of nodes that a step writes after a row's text.
         compile: ``Context.compile``.
 
@@ -195,7 +195,6 @@ class SlotPasses(ModulePasses):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the module's cache."""
         return self.buffers.nbytes
 
     def static_parts(self) -> dict[str, Any]:

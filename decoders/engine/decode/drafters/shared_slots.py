@@ -12,13 +12,13 @@ from ..session import Session
 
 
 class SharedSlots(Session):
-    """A session that shares the keys and values of the target's first layers. Tokens and lengths of the rows are its own.
+    """A session that shares the keys and values of the target's first layers, but has its own tokens and lengths of the rows.
 
     The slots already hold keys and values of committed tokens, because the target has computed them with the same weights. Drafting
     writes only to slots from the root on. The target's pass over the block overwrites these slots, and nothing reads slots after them.
 
     Args:
-        target: the draft model: the first layers of the owner's model.
+        target: the draft model, which consists of the first layers of the owner's model.
         owner: the session of the target's rows.
     """
 
@@ -60,7 +60,7 @@ class SharedSlots(Session):
             tokens, length, finished, limit, faults = own.tokens, own.length, own.finished, own.limit, own.faults
             if own.slots != slots:
                 tokens = torch.nn.functional.pad(tokens, (0, slots - own.slots))
-        # Recorded steps read the buffers' table of addresses, so it stays as long as the buffers.
+        # Recorded steps read the buffers' table of addresses, so the table is kept as long as the buffers are the same.
         same = self._followed is not None and self._followed.buffers is theirs.buffers
         buffers = self.rows.buffers if same else theirs.buffers.first_layers(len(self.target.layout))
         self.rows = Rows(

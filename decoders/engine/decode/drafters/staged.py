@@ -1,4 +1,4 @@
-"""A draft model with a strategy that drafts for it. The draft model verifies these drafts, as the target verifies its own."""
+"""A draft model with a strategy that drafts for it. The draft model verifies the drafts of the strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ....strategy import Context, Strategy, check_draft, finish_all, no_costs, n
 from ...model.blocks import NodeBlock
 from ..batch import Batch
 from ..hook_checks import untouched
-from ..kind import Made
+from ..kind import ByAttributes
 from .drafter import ModelDrafter
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StagedDrafter(ModelDrafter):
-    """A draft model with a strategy that drafts for it. Creating it prefills the prompts.
+    """A draft model with a strategy that drafts for it. The constructor prefills the prompts.
 
     Args:
         strategy: drafts for the draft model. All other arguments: see :class:`ModelDrafter`.
@@ -41,7 +41,7 @@ class StagedDrafter(ModelDrafter):
         super().__init__(batch, above, stack, context, model, ahead, children)
         if strategy.reads_layers or (strategy.reads_prompt and not strategy.rests):
             raise UnsupportedError(
-                f"{strategy.name} cannot draft for a draft model, because it needs the target's hidden states or prompt"
+                f"{strategy.name} cannot draft for a draft model: it needs the target's hidden states or prompt. Take another `stage`"
             )
         self.strategy, self.state, self.counts.drafter = strategy, None, strategy.name
         self._start(context)
@@ -52,9 +52,7 @@ class StagedDrafter(ModelDrafter):
         return self.strategy.on_device and super().on_device
 
     def advance(self) -> Advance:
-        """Runs a step in which this model verifies its strategy's draft (:func:`~decoders.engine.decode.step.step`). The tokens that it
-        accepts stay on the device.
-        """
+        """Runs a step in which this model verifies its strategy's draft, without reading the accepted tokens from the device."""
         stopwatch, strategy, guide = Stopwatch(self.batch.report.timings), self.strategy, self.guide
         sequences = self.covering(0)[1]
         with untouched("propose", strategy, sequences):
@@ -72,7 +70,7 @@ class StagedDrafter(ModelDrafter):
         self.counts.stage_seconds += stopwatch.next()
         pending = self.counts.range(self.reach)
         out, expansion = self.run("advance", view, draft_tokens, tree, pending, masks)
-        stopwatch.next()  # `run` has counted these seconds
+        stopwatch.next()  # leaves out the seconds of `run`, which are in `forward_seconds`
         if guide is not None:
             guide.accept(out)
         self.counts.accepted(out.summary)
@@ -99,7 +97,7 @@ class StagedDrafter(ModelDrafter):
             self.state = self.strategy.rebatch(self.state, index, inner)
 
     def static_parts(self) -> dict[str, Any]:
-        return super().static_parts() | dict(stage=(Made(self.strategy), self.state))
+        return super().static_parts() | dict(stage=(ByAttributes(self.strategy), self.state))
 
     def _start(self, outer: Context) -> None:
         context = self._context(outer)
@@ -125,7 +123,9 @@ class StagedDrafter(ModelDrafter):
 def context_draft(
     batch: Batch, above: Batch | ModelDrafter, stack: ExitStack, context: Context, opened: list[ModelDrafter]
 ) -> Callable[..., Drafter]:
-    """Returns ``Context.draft`` for the strategy that gets `context` and drafts for `above`. It adds open drafters to `opened`."""
+    """Returns ``Context.draft``, which opens a drafter and adds it to `opened`, for the strategy that gets `context`. above: the model
+    that verifies the strategy's drafts.
+    """
 
     def draft(
         model: PreTrainedModel | str, *, ahead: int, children: int = 1, stage: Strategy | None = None, seldom: bool = False,

@@ -1,4 +1,4 @@
-"""The guide on the device: tracks rows' positions in grammars with tables. It never waits for the device, so steps can be recorded."""
+"""The guide on the device, for grammars that have transition tables. It never waits for the device, so steps can be recorded."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class DeviceGuide(Guide):
         return DeviceGuide(automaton, vocabulary, compile(spell)) if automaton is not None else None
 
     def static_parts(self) -> dict[str, Any]:
-        """The objects that a recorded step reads and writes. Tables that several calls share must not be written to."""
+        """The objects that a recorded step reads and writes. It must not write to the grammars' tables, which several calls share."""
         automaton, history = self.automaton, self._history
         spelling = vars(automaton).get("forced") if history is not None else None
         return dict(
@@ -218,7 +218,7 @@ class DeviceGuide(Guide):
             _ = self.automaton.forced
 
     def _roots(self, nodes: int) -> Tensor:
-        """Returns ``[B, nodes]``: at node 0 each row's position; at other nodes ``free`` in rows at ``free``, else :data:`DEAD`."""
+        """Positions ``[B, nodes]`` of nodes without a draft token: the row's position at the root; else ``free`` or :data:`DEAD`."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 

@@ -24,7 +24,7 @@ NOTHING_ALLOWED = "row {row}: the grammar's mask allows no token, not even a sto
 
 
 class Guide(Forced, ABC):
-    """Tracks the rows' positions in their grammars, for one model of a call: the target, or a draft model that is ahead of it.
+    """Tracks the rows' positions in their grammars, for one model of a call: the target, or a draft model.
 
     Attributes:
         on_device: whether no method waits for the device, so that a whole step can be recorded.
@@ -32,7 +32,7 @@ class Guide(Forced, ABC):
 
     @abstractmethod
     def ahead(self) -> Guide:
-        """Returns a new guide for a draft model that drafts for this guide's model, with the same grammars."""
+        """Returns a new guide, with the same grammars, for a draft model that drafts for this guide's model."""
 
     @abstractmethod
     def follow(self) -> None:
@@ -96,4 +96,4 @@ class Guide(Forced, ABC):
 
     @abstractmethod
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
-        """See :meth:`decoders.drafters.Forced.forced`; :mod:`~decoders.engine.decode.grammar.history` splits the bytes into tokens."""
+        """See :meth:`decoders.drafters.Forced.forced`. The module :mod:`.history` chooses tokens for the forced bytes."""

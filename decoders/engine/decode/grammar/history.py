@@ -1,8 +1,8 @@
 """Tokenization history: learns how rows split text into tokens, to propose tokens for the bytes that a grammar forces.
 
 Forced bytes do not determine tokens: the target may split them in another way than the tokenizer, and tends to repeat its splits. The
-proposed token is the one that last followed the same token in the row. If it does not fit, it is the row's latest token with the same
-first byte, or else the tokenizer's token.
+first choice is the token that last followed the same token in the row, the second choice the row's latest token with the same first
+byte. If the forced bytes do not begin with either token, the tokenizer's token is proposed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from ....constraints import Policy, Vocabulary
 from ....strategy import Sequences
 
-#: How many of a row's last tokens are read before every proposal; the first proposal reads the whole text. This is more than a step
-#: appends, so that committed tokens override what was learnt from a draft model's rejected tokens.
+#: How many of a row's last tokens are read before every proposal; the first proposal reads the whole text. A step appends fewer tokens,
+#: so committed tokens override what was learnt from a draft model's rejected tokens.
 WINDOW = 64
 
 
@@ -45,7 +45,7 @@ class HostHistory:
         before, canonical = self.last, list[int]()  # the rest of the tokenizer's own split
         while forced and len(run) < limit:
             token = self._learnt(before, forced, vocabulary)
-            if policy == "canonical":  # no other token is legal
+            if policy == "canonical":  # only the tokenizer's own split is legal
                 canonical = vocabulary.canonical(forced)
                 token = canonical[0] if canonical else token
             elif token is None:
@@ -74,7 +74,7 @@ class DeviceHistory:
             without text.
         sizes: ``[V]`` int64, number of bytes of each token.
         leads: ``[V]`` int64, first byte of each token; 256 for a token without text.
-        time: 0-D int64, number of slots of each row that were read so far; it orders tokens in time.
+        time: 0-D int64, number of slots per row that :meth:`read` has read, so that later tokens get larger values.
     """
 
     def __init__(self, rows: int, vocabulary: Vocabulary, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class DeviceHistory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the history, and the sizes and first bytes of the vocabulary's tokens."""
+        """The tensors that recorded steps read and write: what was learnt from the rows, and the sizes and first bytes of tokens."""
         return self.after, self.begun, self.time, self.sizes, self.leads
 
     def read(self, sequences: Sequences) -> None:

@@ -24,7 +24,7 @@ from .texts import FREE, FreeText, MaskTable, MatchedText, TabulatedText, Text
 
 
 class HostGuide(Guide):
-    """The guide of rows with any grammars.
+    """A guide for any grammars, on the host.
 
     Attributes:
         texts: each row's grammar, as a :class:`~decoders.engine.decode.grammar.texts.Text`.
@@ -42,7 +42,7 @@ class HostGuide(Guide):
         self.faults: dict[int, GrammarError] = {}
         if outer is not None:
             self.texts, self.faults, self.shared = outer.texts, outer.faults, outer.shared
-        # Maps the id() of a grammar whose masks are in the table to the grammar and the table row of its first mask.
+        # For each grammar whose masks are in the table: its id() is mapped to the grammar and the table row of its first mask.
         self._shifts: dict[int, tuple[Tabulated, int]] = {}
         self.positions: list[Any] = [text.begin for text in texts]
         self._nodes: list[list[Any]] = []

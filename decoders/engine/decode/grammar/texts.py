@@ -24,7 +24,7 @@ OPEN = 1 << 25
 class MaskTable:
     """The packed masks of a call. Row 0 allows all tokens; then come the masks of grammars with tables, then masks for one step.
 
-    It also numbers the mappings from drawn tokens to written tokens (:class:`~decoders.sampling.processors.Replacements`).
+    It also numbers the mappings by which grammars replace drawn tokens (:class:`~decoders.sampling.processors.Replacements`).
     """
 
     _NEVER = torch.iinfo(torch.int64).max
@@ -33,7 +33,7 @@ class MaskTable:
         self.vocabulary, self.device = vocabulary, device
         self.words = torch.full((1, mask_words(vocabulary)), -1, dtype=torch.int32, device="cpu")
         self.fixed = self.used = 1
-        self._open_rows: set[int] = {FREE}  # fixed rows that are known to allow a token
+        self._open_rows: set[int] = {FREE}  # rows from `add` whose masks are known to allow a token
         self._kinds: dict[int, tuple[int, Mapping[int, int]]] = {}
         self._replaced = torch.empty(2, 0, dtype=torch.int64, device="cpu")
         self._last: tuple[list[list[int]], Replacements | None] = [], None
@@ -70,7 +70,7 @@ class MaskTable:
         self.used = self.fixed
 
     def kind(self, replaced: Mapping[int, int]) -> int:
-        """Returns a number for `replaced`, a mapping from drawn to written tokens that must not change later; 0 if it is empty."""
+        """Returns a number for `replaced`, which maps drawn tokens to replacements and must never change; 0 for an empty mapping."""
         if not replaced:
             return 0
         if id(replaced) not in self._kinds:
@@ -92,7 +92,7 @@ class MaskTable:
         """The replacements after each node, or None if there are none. kinds: the nodes' :meth:`kind` numbers, ``B`` lists of ``N``."""
         if not self._kinds or (self.device.type == "cpu" and not any(map(any, kinds))):
             return None
-        if kinds != self._last[0] or self._last[1] is None:  # in free text, consecutive steps have the same kinds
+        if kinds != self._last[0] or self._last[1] is None:  # consecutive steps often have the same kinds
             keys, tokens = self._replaced.unbind(0)
             self._last = kinds, Replacements(keys, tokens, torch.tensor(kinds, device=self.device) * self.vocabulary)
         return self._last[1]
@@ -101,7 +101,7 @@ class MaskTable:
         """``[B, N, V]`` bool on the call's device, the masks in `rows` (``B`` lists of ``N``); None on the CPU if all rows are 0."""
         if self.device.type == "cpu" and not any(map(any, rows)):
             return None
-        if self.device.type != "cpu":  # packed masks have an eighth of the bytes to transfer
+        if self.device.type != "cpu":  # packed masks are transferred, because they have an eighth of the bytes
             words = self.words[torch.tensor(rows)]  # a tensor, because nested lists would index several dimensions
             words = words.pin_memory() if pins(self.device) else words
             return unpack(words.to(self.device, non_blocking=pins(self.device)), self.vocabulary)
@@ -145,11 +145,11 @@ class Text(ABC):
         """The table row with the mask of the tokens that may follow `position`."""
 
     def kind(self, position: Any) -> int:
-        """The number of the mapping from drawn to written tokens at `position` (:meth:`MaskTable.kind`); 0 for no mapping."""
+        """The number (:meth:`MaskTable.kind`) of the mapping that replaces tokens drawn at `position`; 0 if nothing is replaced."""
         return 0
 
     def settle(self, position: Any) -> Any:
-        """Called when the text up to `position` is committed. Returns the value that stands for this position from now on."""
+        """Called when the text up to `position` is committed. Returns the new value of this position, to be used from now on."""
         return position
 
     @abstractmethod
@@ -178,7 +178,7 @@ class FreeText(Text):
 
 
 class TabulatedText(Text):
-    """A grammar with tables. A position is a state of its automaton. shift: the mask table's row with the grammar's first mask."""
+    """A grammar with tables. A position is a state of the grammar's automaton. shift: the table row of the grammar's first mask."""
 
     def __init__(self, grammar: Tabulated, shift: int) -> None:
         self.grammar: Tabulated = grammar
