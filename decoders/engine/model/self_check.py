@@ -186,7 +186,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
 def _difference_in(
     ids: list[Tensor], target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes, tolerance: float
 ) -> str | None:  # fmt: skip
-    target.take_side(target.side_of(max(map(len, ids))))
+    target.use_rope_table(target.rope_table_of(max(map(len, ids))))
     with _short_windows(target, reference, sizes):
         expected = _plain_logits(reference, ids)
         for nodes, ours in _tree_logits(target, layout, ids, sizes):
