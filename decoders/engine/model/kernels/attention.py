@@ -32,7 +32,7 @@ Kernel = Literal["triton", "cpu"]
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """Describes a block as ``[B, 1, K, words + 2]`` int64. A node has words with a bit per visible node, then its offset and the base.
+    """Describes a block as ``[B, 1, K, words + 2]`` int64: for each node, words with a bit per visible node, its offset, and `base`.
 
     Args:
         base: ``[B]`` int64, slot and position of each row's node 0; may be negative.
