@@ -37,7 +37,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def is_parametrized(module: Any) -> bool:
-    """Whether a weight of `module` is parametrized, maybe by an adapter and for one pass alone. torch's own function is slower."""
+    """Whether a weight of `module` is parametrized now (adapters may do this in each pass). torch's own function is slower."""
     return "parametrizations" in module._modules
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: several processes run a model together, each with a part of the weights. This file keeps them synchronized.
+"""Tensor parallelism: several processes run a model together, each with a part of the weights. This file keeps the processes in step.
 
 A collective ends when every process has entered it, so all processes must run the same passes over blocks of the same sizes. These
 rules make all processes decide alike:

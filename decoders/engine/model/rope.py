@@ -3,7 +3,7 @@ dynamic NTK scaling has a different table for every length beyond the original l
 
 transformers chooses the table by the longest position in a pass, drafts and other rows included. In our copy of a model, all passes of
 a call use the same table, which the length of the call's texts decides: table 0 for texts up to the first border length, table 1 for
-texts up to the second border, and so on. If the texts do not cross a border, transformers would choose the same table for each of them.
+texts up to the second border, and so on. A call whose texts do not cross a border gets the tables that transformers would choose.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
 
 
 class RotaryByLength(nn.Module):
-    """A rotary module that uses table :attr:`RopeTables.flag` for all positions. module: the rotary module to replace."""
+    """A rotary module that uses table number :attr:`RopeTables.flag` for all positions. module: the rotary module to replace."""
 
     flag: Tensor
 

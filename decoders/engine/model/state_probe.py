@@ -243,7 +243,7 @@ def may_keep_states(model: PreTrainedModel) -> bool:
 def adopt(entries: Sequence[Recurrent]) -> bool:
     """Lets a :class:`~decoders.engine.model.slot_cache.StatePass` decide how the recurrent modules in our copy of a model run.
 
-    Returns whether all modules can continue a text with several tokens at once. Raises UnsupportedError if one cannot run node by node.
+    Returns whether they can all continue a text with several tokens at once. Raises UnsupportedError if one cannot run node by node.
     """
     tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
     for recurrent in entries:

@@ -160,7 +160,7 @@ class Target:
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        # Only PyTorch's attention needs multiples. Recurrent layers allow none: committed tokens fill a block up, and cannot run again.
+        # Only PyTorch's attention needs multiples. Committed tokens, which recurrent layers cannot rerun, would fill blocks up.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self) -> PassInput:
@@ -318,7 +318,7 @@ class Target:
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
     def forward(self, given: PassInput) -> ForwardResult:
-        """Runs one pass over a block of nodes. It does not prefill the prompt piece ``given.piece``."""
+        """Runs one pass over a block of nodes. Does not prefill the prompt piece ``given.piece``."""
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
@@ -358,7 +358,7 @@ class Target:
         return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
-        """The model's results for `inputs`. They are not inference tensors, so strategies and compiled functions can use them.
+        """The model's results for `inputs`. The results are not inference tensors, so strategies and compiled functions can use them.
 
         kept: ``[K]`` int64, the nodes that get logits; None for all nodes.
         """
