@@ -279,7 +279,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
-            f"{name} takes no position_ids, or adds ALiBi, which takes positions from a 2-D mask without nodes of a tree. {advice}"
+            f"{name} takes no position_ids, or adds ALiBi, which takes positions from a 2-D mask: token trees need other ones. {advice}"
         )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(

@@ -206,7 +206,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain`. If the pass has a :class:`~decoders.engine.model.slot_cache.StatePass`, ``forward`` calls this object."""
+    """A subclass of `plain` whose ``forward`` calls ``StatePass.run`` in passes that have a ``StatePass`` (:mod:`.slot_cache`)."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]

@@ -39,8 +39,8 @@ class SameObject:
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors inside `root`, by path, and all other values inside `root`, by path.
 
-    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. For a module, the
-    identity and the addresses of its weights count. For an object with a method `static_parts`, the method's result is searched.
+    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. For a module, its
+    identity and its weights' addresses count. For an object with a method `static_parts`, the method's result is searched.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}

@@ -168,7 +168,7 @@ def release_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of PyTorch's libgomp. None with other OpenMP libraries, whose function may end all threads' teams."""
+    """``omp_pause_resource_all`` of PyTorch's libgomp. None with other OpenMP libraries, which may end the teams of all threads."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if sys.platform != "linux" or not library.exists():
         return None

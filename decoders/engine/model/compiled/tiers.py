@@ -25,7 +25,7 @@ Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: If each layer is a single operator, compiling saves only a few percent, so it begins after PATIENCE times as many seconds of passes.
+#: If each layer is a single operator, compiling saves only a few percent, so compiling begins after PATIENCE times as many seconds.
 PATIENCE = 10.0
 
 

@@ -92,7 +92,7 @@ def whole_layers(
         turns: cos and sin of the rotary positions.
 
     Returns:
-        the layers' results, and the last result normalized by the last norm in `firsts`; None for layers that are not supported.
+        the layers' results, and the last result normalized by the last norm in `firsts`; None if the operator rejects `layers`.
     """
     one = layers[0]
     formula = one.formula or firsts[0][1] or Formula(0.0, False, False)

@@ -67,7 +67,7 @@ class _Twin:
             touches = self._touches(value) or self._touches(value.__func__)
             return types.MethodType(self.of(value.__func__), self.of(value.__self__)) if touches else value
         if isinstance(value, types.FunctionType) and self._touches(value):
-            original = uncompiled(value)  # the loop compiles the twin itself
+            original = uncompiled(value)  # without torch.compile, because the loop will compile the twin
             return self._function(value) if original is value else self.of(original)
         if isinstance(value, functools.partial) and self._touches(value):
             partial = functools.partial(self.of(value.func), *map(self.of, value.args), **self._values(value.keywords))
