@@ -82,7 +82,7 @@ class Lengths:
     Attributes:
         most: greatest number of positions of a text that the model supports.
         rope_tables: which rotary table the model uses for which length; None if it has a single table.
-        counted: how the model's layers use the number of tokens in the cache; None if no layer uses it.
+        counted: how the model's layers use the number of tokens in the cache; None if no layer uses the number.
     """
 
     most: int

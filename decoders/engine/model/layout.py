@@ -279,7 +279,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
-            f"{name} takes no position_ids, or adds ALiBi, which takes positions from a 2-D mask: token trees need other ones. {advice}"
+            f"{name} takes no position_ids, or adds ALiBi, with positions from a 2-D mask: token trees need other positions. {advice}"
         )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(
@@ -313,6 +313,6 @@ def refuse_capture(device: torch.device) -> None:
     """Raises UnsupportedError if the caller is recording a CUDA graph: the loop waits for the device, and waits cannot be recorded."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "generate(strategy=…) cannot be recorded within torch.cuda.graph, since generate waits for the device. Call it outside: it "
-            "records its steps itself."
+            "generate(strategy=…) cannot be recorded within torch.cuda.graph, since generate waits for the device. Call it outside: "
+            "generate records its own steps."
         )

@@ -64,7 +64,7 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def writes_counted(tensor: Tensor) -> int:
-    """Autograd's counter of in-place writes to `tensor`. It misses writes to inference tensors and writes through ``.data``."""
+    """Autograd's counter of in-place writes to `tensor`. The counter misses writes to inference tensors and through ``.data``."""
     if tensor.is_inference():  # checked first, because raising and catching the error takes 30 microseconds
         return 0
     try:

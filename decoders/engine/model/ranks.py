@@ -8,7 +8,7 @@ rules make all processes decide alike:
 - Values that may differ between processes are taken from the first process: a seed that the call does not name, clocks, measured costs,
   results of stopping criteria. Weights count as changed if they have changed in any process.
 - Passes run uncompiled, because processes finish compiling at different times, and compiled passes round differently.
-- Calls, and every step's draft, are compared before they run. If they differ, every process raises an error instead of waiting forever.
+- Calls, and every step's draft, are compared before they run. After a difference, all processes raise an error instead of waiting.
 """
 
 from __future__ import annotations

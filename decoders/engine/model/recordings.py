@@ -140,7 +140,7 @@ class HostCopies:
 WARM_UP_STEPS = 3
 #: A part of a step runs this many times unrecorded, with the same key and shapes, before it is recorded.
 PLAIN_RUNS = 2
-#: Greatest number of recordings of a session. They all share a memory pool for intermediate results.
+#: Greatest number of recordings of a session. All recordings share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
 #: Greatest number of bytes in the inputs and outputs of a session's recordings. Most of these are logits of blocks with many nodes.
 MOST_BYTES = 1 << 30
@@ -204,10 +204,10 @@ class Recording:
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
         """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never idles.
 
-        The caller stops when all rows have ended. One more step may still be running at that time. It does no harm: ended rows get no
-        tokens, and the device runs later work on the same tensors only after this step.
+        The caller stops when all rows have ended. One more step may still be running at that time. This step does no harm: ended rows
+        get no tokens, and the device runs later work on the same tensors only after this step.
 
-        more: called before every launch. After it has returned False, only the results of launched steps are yielded.
+        more: called before every launch. After `more` has returned False, only the results of launched steps are yielded.
         """
         output = self.output
         tensors = (output.summary, output.new) if output.for_host is None else (output.for_host,)

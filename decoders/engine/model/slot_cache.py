@@ -107,7 +107,7 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
-    """Our CPU kernel that writes keys and values; None if it does not support them, or in compiled code, where inductor does it."""
+    """Our CPU kernel that writes keys and values; None if it does not support them, or in compiled code, where inductor writes."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     if keys.dtype not in cpu.TYPES or keys.dtype != values.dtype or buffer.dtype not in (keys.dtype, torch.int8):

@@ -46,7 +46,7 @@ def instructions() -> str:
 
 
 def has_instructions(variant: str) -> bool:
-    """Whether this process can run `variant` of the CPU kernels. For AMX, it also asks Linux for permission to use tiles."""
+    """Whether this process can run `variant` of the CPU kernels. For AMX, this function also asks Linux for permission to use tiles."""
     needed: dict[str, tuple[str, ...]] = {"avx2": ("_is_avx2_supported",), "avx512": ("_is_avx512_supported",)}
     needed["avx512_vnni"] = (*needed["avx512"], "_is_vnni_supported")
     needed["avx512_bf16"] = (*needed["avx512_vnni"], "_is_avx512_bf16_supported")
@@ -283,10 +283,10 @@ def traced_by_one_thread() -> Iterator[None]:
 @contextmanager
 def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterator[None]:
     """Within this context, a thread that synchronizes a CUDA device first waits for `lock`, and holds `lock` while it synchronizes.
-    After `seconds` it goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
+    After `seconds` the thread goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
 
     Inductor and Triton synchronize to time kernels. They import ``torch.cuda.synchronize`` under several names, so the patch replaces
-    the function in torch._C that it calls. CUDA graphs that torch itself records need not hold `lock`: torch's
+    the function in torch._C that ``synchronize`` calls. CUDA graphs that torch itself records need not hold `lock`: torch's
     ``cudagraph_trees.graph_capture_lock`` protects them.
     """
     if not torch.cuda.is_initialized():

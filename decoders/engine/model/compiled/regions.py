@@ -75,7 +75,7 @@ class RegionalForward:
             return self._compiled(*args)
 
     def compile(self, *args: Any) -> None:
-        """Compiles the graph for arguments like `args`. Raises the compiler's error if this fails both by regions and as a whole."""
+        """Compiles the graph for arguments like `args`. Raises the compiler's error if both fail: regions and the whole pass."""
         fixed(*((matrix, tuple(range(matrix.dim()))) for matrix in self.quantized))
         with torch_compat.floats_as_constants():
             if self.regional is not False:
@@ -119,7 +119,7 @@ def copied_whole(tensor: Tensor) -> Tensor:
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target`, to be compiled. It has a copy of the modules, because the target's modules also run uncompiled."""
+    """The forward pass of `target`, to be compiled, with a copy of the modules, because the target's modules also run uncompiled."""
     twin = target.sibling()
 
     def forward(

@@ -88,8 +88,8 @@ class Beside:
 class Tiers:
     """Decides which passes of a model run compiled. A kind of pass is compiled once its uncompiled passes have taken long enough.
 
-    Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and its tokens do not depend on
-    when the compiler is ready.
+    Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and the call's tokens do not depend
+    on when the compiler is ready.
 
     Attributes:
         kinds: for each kind of pass, its compilation and the seconds spent without it.
@@ -115,7 +115,7 @@ class Tiers:
 
     @contextmanager
     def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
-        """Within this context, `mode` decides which passes are compiled, and their compilations are added to `report`.
+        """Within this context, `mode` decides which passes are compiled, and the compilations are added to `report`.
 
         Args:
             allowed: the result of :meth:`steady_tiers` at the beginning of the call. If None, an enclosing context of the same mode

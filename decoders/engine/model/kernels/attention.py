@@ -63,7 +63,7 @@ def attend(
         value: ``[B, Hkv, view, Dv]``.
         mask: the result of :func:`pack_mask`.
         sinks: ``[Hq]``, an additional score per head, which belongs to no key and no value.
-        kind: the layer's window and chunk, which limit how far back it attends.
+        kind: the layer's window and chunk, which limit how far back the layer attends.
         scale: factor of the scores; by default ``D ** -0.5``.
         softcap: if given, scores are ``softcap · tanh(scores / softcap)``.
     """

@@ -165,7 +165,7 @@ def linear_rotated(
 
     Returns:
         Queries ``[B, N, H, D]``, and new keys and values ``[B, h, N, D]``. Keys and values are None if the operator has written them to
-        the cache, which it does not do in compiled code. A single None if no kernel computes these products.
+        the cache (on CUDA, in uncompiled code). A single None if no kernel computes these products.
     """
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     around = query_norm, key_norm, *formula, cos, sin
@@ -190,7 +190,7 @@ def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None
 
 
 def _on_cpu(name: str, *given: Any) -> Any:
-    """Calls the CPU's operator `name`, which checks its arguments faster than Python does. Returns None if it rejects them."""
+    """Calls the CPU's operator `name`; None if the operator rejects the arguments, which it checks faster than Python could."""
     if torch.compiler.is_dynamo_compiling():
         return on_cpu[name](*given)
     try:

@@ -130,7 +130,7 @@ def _attention(
     names = tuple(map(call.name_of, (reads, turns, mask, cache)))
     same = key_states.shape[3] == value_states.shape[3] == width and key_states.shape[1] == value_states.shape[1]
     sizes = list(map(outputs_of, group))
-    # A module with further tensor arguments (positions) stays unfused: it may use them only in texts longer than the trial's.
+    # A module with further tensor arguments (positions) stays unfused: they may matter only in texts longer than the trial's.
     named = inspect.signature(type(module).forward).parameters
     more = [value for name, value in call.options.items() if name in named and name not in names]
     if any(isinstance(value, Tensor) for value in (*more, *(v for i, v in enumerate(call.given) if i not in names))):

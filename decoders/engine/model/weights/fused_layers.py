@@ -47,7 +47,7 @@ def gated_class(plain: Any) -> type[nn.Module]:
     """The class that replaces `plain`, a class of gated feed-forward layers. Its objects store :class:`Gated` as ``decoders_gated``."""
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-        # This does not call the layer's parts, so their hooks do not run. A layer with hooks on its parts is therefore not fused.
+        # The kernel calls no parts of the layer, so the parts' hooks do not run. A layer with hooks on its parts is not fused.
         out = None if more or options else self.decoders_gated(x)
         return plain.forward(self, x, *more, **options) if out is None else out
 

@@ -81,7 +81,7 @@ class QuantizedWeight:
 
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized.
-        made: attributes to set on the layer. Their tensors are only written in place, because graphs hold them.
+        made: attributes to set on the layer. The attributes' tensors are only written in place, because graphs hold them.
         of: identifies the values of the sources at the time of the copy (:func:`values_of`).
     """
 

@@ -78,7 +78,7 @@ def align_activations(model: nn.Module) -> None:
 
 @functools.cache
 def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that replaces the class `plain`. It pads its input so that every thread has whole vectors."""
+    """The class that replaces the class `plain`. The class pads its input so that every thread has whole vectors."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():

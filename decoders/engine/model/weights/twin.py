@@ -106,7 +106,7 @@ class _Twin:
         )
         twin.__kwdefaults__ = function.__kwdefaults__
         vars(twin).update(vars(function))
-        self.memo[id(function)] = twin  # a closure may hold its function
+        self.memo[id(function)] = twin  # a closure may hold its own function
         for cell, held in zip(cells, function.__closure__ or (), strict=True):
             if held != _EMPTY:
                 cell.cell_contents = self._captured(held.cell_contents)
