@@ -211,8 +211,8 @@ class _Noting(list):
         if not 0 <= index < len(self):
             raise IndexError(index)
         if index not in self._made:
-            like = self._usual[index] if index < len(self._usual) else None
-            self._made[index] = _noting_layer(self._probe, index, getattr(like, "number_of_states", 1))
+            usual = self._usual[index] if index < len(self._usual) else None
+            self._made[index] = _noting_layer(self._probe, index, getattr(usual, "number_of_states", 1))
         return self._made[index]
 
     def __len__(self) -> int:

@@ -362,7 +362,7 @@ class Target:
 
         kept: ``[K]`` int64, the nodes that get logits; None for all nodes.
         """
-        self.taps.head.let_read(kept)
+        self.taps.head.restrict_to(kept)
         with self._quick():
             output = self.model(**inputs)
         layers = self.taps.states.taken() if self.taps.states is not None else None

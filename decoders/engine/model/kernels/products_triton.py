@@ -4,9 +4,9 @@ cuBLAS chooses its kernel by the number of rows, and its kernels add up the term
 only on the matrix. Each sum is cut into stretches at fixed places ("split-K", :func:`plan`). Tensor cores add up each stretch from
 beginning to end, and then the stretches are added in order.
 
-A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. Every block of outputs reads the rows
-again, mostly from the L2 cache. In programs of 64 or 128 rows, the rows would be no less data than a block's part of the matrix, so
-blocks are twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
+A program reads its part of the matrix once for up to 128 rows, and holds the rows' sums in registers. Every block of outputs reads the
+rows again, mostly from the L2 cache. In programs of 64 or 128 rows, the rows would be no less data than a block's part of the matrix,
+so blocks are twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
 
 The kernel that adds up stretches also computes the epilogue (:mod:`.epilogues_triton`). If there is a single stretch, the kernel of the
 product computes activations itself.
