@@ -83,7 +83,7 @@ class Target:
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded up to buckets.
-        precision: the dtypes in which matrices and the KV cache are stored; by default the model's own.
+        precision: the precision in which matrices and the KV cache are stored; by default the model's own.
         vocabulary: the tokens that the model accepts and predicts.
         attending: how attention is computed.
         products: how matrices are multiplied.
@@ -160,7 +160,8 @@ class Target:
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        # Only PyTorch's attention needs multiples. Committed tokens, which recurrent layers cannot rerun, would fill blocks up.
+        # Only PyTorch's attention needs multiples. Models with recurrent layers cannot have them: blocks would be filled up with
+        # committed tokens, which recurrent layers cannot run again.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self) -> PassInput:

@@ -1,4 +1,4 @@
-"""Chooses the matrices that run quantized: matrices that a library has quantized, and dense matrices by the setting ``weights``."""
+"""Chooses the matrices to quantize (setting ``weights``), and finds the matrices that a library has quantized."""
 
 from __future__ import annotations
 
