@@ -47,7 +47,7 @@ class Beginning(ABC):
 
     @abstractmethod
     def read(
-        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, rope_table: int
     ) -> GivenPrompts:  # fmt: skip
         """The keys and values of the prompts' beginnings, for all rows.
 
@@ -56,7 +56,7 @@ class Beginning(ABC):
             mask: attention mask ``[rows, …]``; None: no padding.
             rows: number of rows.
             copies: number of rows per prompt (``num_return_sequences``).
-            side: see :meth:`~decoders.engine.model.target.Target.side_of`.
+            rope_table: see :meth:`~decoders.engine.model.target.Target.rope_table_of`.
         """
 
 
@@ -125,7 +125,7 @@ class CallCache(Beginning):
         return unpad(input_ids, mask, inferred_from)
 
     def read(
-        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, rope_table: int
     ) -> GivenPrompts:
         cached = check_cache(engine.target, self.cache)
         if cached not in (1, rows // copies, rows):
@@ -170,13 +170,13 @@ class Embeddings(Beginning):
         return unpad(text, mask if mask is not None and mask.shape == text.shape else None)
 
     def read(
-        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, rope_table: int
     ) -> GivenPrompts:
         vectors, width = self.vectors, self.vectors.shape[1]
         own = None if mask is None or mask.shape[1] != width else mask[::copies]
         padding = [0] * rows if own is None else (own == 0).sum(1).repeat_interleave(copies).tolist()
         sources = tuple(row // copies for row in range(rows))
-        cache = read_vectors(engine, model, vectors[:, :-1], side, None if own is None else own[:, :-1])
+        cache = read_vectors(engine, model, vectors[:, :-1], rope_table, None if own is None else own[:, :-1])
         return GivenPrompts(cache, width - 1, sources, tuple(padding), vectors[list(sources), -1])
 
 
@@ -218,13 +218,13 @@ class SoftPrompt(Beginning):
         return [torch.cat([text.new_full((self.length,), -1), text]) for text in texts]
 
     def read(
-        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, side: int
+        self, engine: Engine, model: PreTrainedModel, mask: Tensor | None, rows: int, copies: int, rope_table: int
     ) -> GivenPrompts:
         learnt = self.wrapper.get_prompt(batch_size=1)
         cache = (
             learnt
             if isinstance(learnt, Cache)
-            else read_vectors(engine, model, learnt.to(model.device, model.dtype), side)
+            else read_vectors(engine, model, learnt.to(model.device, model.dtype), rope_table)
         )
         assert cache is not None
         check_cache(engine.target, cache)
@@ -232,13 +232,13 @@ class SoftPrompt(Beginning):
 
 
 def read_vectors(
-    engine: Engine, model: PreTrainedModel, vectors: Tensor, side: int, mask: Tensor | None = None
+    engine: Engine, model: PreTrainedModel, vectors: Tensor, rope_table: int, mask: Tensor | None = None
 ) -> Cache | None:  # fmt: skip
     """Runs transformers' forward pass of `model` on `vectors` ``[B, P, H]``. Returns the filled cache; None if P is 0.
 
     Args:
         engine: the engine of `model`.
-        side: see :meth:`~decoders.engine.model.target.Target.side_of`.
+        rope_table: see :meth:`~decoders.engine.model.target.Target.rope_table_of`.
         mask: ``[B, P]``, zeros for left padding.
 
     Raises:
@@ -246,7 +246,7 @@ def read_vectors(
     """
     if not vectors.shape[1]:
         return None
-    with engine.decoding(side), refusing(model, "does not accept inputs_embeds instead of tokens"):
+    with engine.decoding(rope_table), refusing(model, "does not accept inputs_embeds instead of tokens"):
         cache = engine.own_forward(model, engine.target).read_vectors(vectors, mask)
         check_cache(engine.target, cache)
     return cache

@@ -196,11 +196,11 @@ def prepare(
         options.thinking, prompts,
     )  # fmt: skip
     engine = engine_of()
-    longest, side = max(map(len, prompts)), engine.target.side_of(max(map(len, prompts)))
+    longest, rope_table = max(map(len, prompts)), engine.target.rope_table_of(max(map(len, prompts)))
     engine.target.check_lengths(longest + new_tokens, len(prompts))
-    if engine.target.lengths.sides is not None:
+    if engine.target.lengths.rope_tables is not None:
         cached = beginning.length if isinstance(beginning, CallCache) else None
-        engine.target.lengths.sides.check(type(model).__name__, longest, new_tokens, cached)
+        engine.target.lengths.rope_tables.check(type(model).__name__, longest, new_tokens, cached)
     if "token_type_ids" in idle:
         engine.own_forward(model, engine.target).check_type_ids()
     seen = engine.target.vocabulary.placeholders if isinstance(beginning, CallCache) else None
@@ -209,7 +209,7 @@ def prepare(
             f"past_key_values of {type(model).__name__} does not say which positions its images have taken: give the whole prompt with "
             "its images; the loop keeps what it has read of them"
         )
-    read = beginning.read(engine, model, mask, len(prompts), copies, side) if beginning is not None else None
+    read = beginning.read(engine, model, mask, len(prompts), copies, rope_table) if beginning is not None else None
     if beside:
         of_prompts = padded[::copies], mask[::copies] if mask is not None else None
         own = engine.own_forward(model, engine.target)
@@ -233,7 +233,7 @@ def prepare(
             logits=bool(config.return_dict_in_generate and config.output_logits),
             on_step=aligner.step if aligner is not None else None, observers=registry().listening(),
         ),
-        given=read, multimodal=multimodal, side=side,
+        given=read, multimodal=multimodal, rope_table=rope_table,
     )  # fmt: skip
     return PreparedCall(engine, request, padded.to(input_ids.device), grammars, aligner, config)
 

@@ -152,7 +152,7 @@ def test_what_is_made_ready_ahead_is_not_compiled_either() -> None:
     ("config", "said"),
     [
         ({"compile": True}, "passes are compiled for cpu and cuda only. Leave compile='auto'"),
-        ({"attention": "triton"}, "it runs on CUDA, the model is on {kind}:0; leave 'auto'"),
+        ({"attention": "triton"}, "it runs on CUDA, the model is on {kind}:0. Leave attention='auto'"),
         ({"weights": "int8"}, "works on the CPU so far, and this model is on {kind}:0. Leave the setting out"),
         ({"kv_cache": "int8"}, "works on the CPU so far, and this model is on {kind}:0. Leave the setting out"),
     ],

@@ -208,7 +208,7 @@ def _uneven(model: PreTrainedModel) -> Cache:
         (lambda model: {"cache": cache_of(model, 2)}, InputError, "cache holds 2 rows, for 1 prompt"),
         (lambda model: {"cache": cache_of(model, count=24)}, ContextLengthError, "24 tokens and cache holds 24"),
         (lambda model: {"cache": cache_of(enabled("deepseek_v3"))}, InputError, "2 heads of width 8: was it made by another"),
-        (lambda model: {"cache": _shorter(model)}, UnsupportedError, "holds the last 5 of its 17 tokens.*attends to 17"),
+        (lambda model: {"cache": _shorter(model)}, UnsupportedError, "keys of 5 of its 17 tokens.*attends to 17"),
         (lambda model: {"cache": _uneven(model)}, UnsupportedError, r"numbers of tokens: \[3, 17\]"),
         (lambda model: {"attention_mask": torch.ones(1, 30)}, InputError, r"the mask must be \[1, 24\], or \[1, 41\] with past_key"),
         (lambda model: {"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "every token of the prompt"),

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 import decoders
 from decoders import Scheduler
 from decoders.common.transformers_compat import CACHE
-from decoders.engine.model.rope import SidedRotary
+from decoders.engine.model.rope import RotaryByLength
 from decoders.errors import ContextLengthError
 from decoders.strategies import PromptLookup, Speculative
 from decoders.testing import assert_same_tokens, decode
@@ -160,5 +160,5 @@ def test_prompts_of_vectors_and_given_caches_are_on_the_side_of_the_whole_prompt
 def test_tables_of_known_modules_are_fixed_and_others_follow_a_place_behind_the_text() -> None:
     for name, fixed in (("phi3", True), ("by layer", True), ("phimoe", False)):
         target = vars(enabled(name))["generate"].engine().target
-        (module,) = (each for each in target.model.modules() if isinstance(each, SidedRotary))
+        (module,) = (each for each in target.model.modules() if isinstance(each, RotaryByLength))
         assert module._settled[-1] is fixed, name

@@ -353,7 +353,7 @@ def test_arguments_that_change_nothing_are_taken(name: str, idle: dict) -> None:
 @pytest.mark.parametrize(
     "name, types, message",
     [
-        ("gpt2", 0, "GPT2LMHeadModel reads token_type_ids, also where they are zeros"),
+        ("gpt2", 0, "GPT2LMHeadModel uses token_type_ids, even if all are zeros"),
         ("llama", 1, "token_type_ids=a tensor"),
     ],
 )

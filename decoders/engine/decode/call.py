@@ -45,7 +45,7 @@ def decode(engine: Engine, request: Request) -> RequestOutput:
     """
     called = time.perf_counter()
     try:
-        with engine.decoding(request.side), ExitStack() as stack:  # the stack releases sessions, also after errors
+        with engine.decoding(request.rope_table), ExitStack() as stack:  # releases sessions, also after errors
             waited = time.perf_counter() - called
             request = agreed(request, engine.target.ranks)
             batch = Batch(engine, request)

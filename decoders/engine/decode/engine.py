@@ -148,11 +148,11 @@ class Engine:
         return devices.current(self.target.device)
 
     @contextmanager
-    def decoding(self, side: int = 0) -> Iterator[None]:
+    def decoding(self, rope_table: int = 0) -> Iterator[None]:
         """A context in which one call, or one step of a scheduler's lane, has exclusive use of the model; other calls wait.
 
         Args:
-            side: which rotary table the call's texts need, see :meth:`Target.side_of`.
+            rope_table: which rotary table the call's texts need, see :meth:`Target.rope_table_of`.
         """
         with (
             self.lock,
@@ -166,7 +166,7 @@ class Engine:
             self._follow_stream()
             if self.threads is not None:
                 self.threads.use()
-            self.target.take_side(side)
+            self.target.use_rope_table(rope_table)
             yield
 
     def _follow_stream(self) -> None:

@@ -26,7 +26,7 @@ class Use(Enum):
 
 
 REQUEST = {
-    "strategy": Use.KIND, "verifier": Use.KIND, "plan": Use.KIND, "side": Use.KIND,
+    "strategy": Use.KIND, "verifier": Use.KIND, "plan": Use.KIND, "rope_table": Use.KIND,
     "prompts": Use.INPUT, "new_tokens": Use.INPUT, "stopping.tokens": Use.INPUT, "sampling.values": Use.INPUT,
     "sampling.sequences": Use.INPUT, "sampling.seed": Use.INPUT, "grammars": Use.INPUT,
     "processors": Use.HOST, "stopping.criteria": Use.HOST, "returned.logits": Use.HOST, "returned.top_logprobs": Use.HOST,

@@ -163,7 +163,7 @@ class Lane:
         """A context that holds the model's lock for a step of the lane: calls wait for the step, and the lane waits for calls."""
         batch = self.batch
         with (
-            self.engine.decoding(self.template.side),
+            self.engine.decoding(self.template.rope_table),
             batch.forward_pass.tiers.during(self.template.runtime.compile, batch.report, self._tiers),
         ):
             yield

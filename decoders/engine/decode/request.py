@@ -131,7 +131,7 @@ class Request:
             strategies.
         given: the beginnings of prompts that the caller passed as embeddings or as a cache; None if the caller passed none.
         multimodal: images and sounds of the prompts; None if there are none.
-        side: which rotary table the texts need, if it depends on length (:meth:`~decoders.engine.model.target.Target.side_of`).
+        rope_table: which rotary table the texts need, see :meth:`~decoders.engine.model.target.Target.rope_table_of`.
         begun: ``time.perf_counter()`` at the call of ``generate``; None in a scheduler, which does not time preparation.
     """
 
@@ -153,7 +153,7 @@ class Request:
     salts: tuple[str, ...] = ()
     given: GivenPrompts | None = None
     multimodal: MultimodalInputs | None = None
-    side: int = 0
+    rope_table: int = 0
     begun: float | None = None
 
     @property
@@ -183,8 +183,8 @@ class Request:
     def prefix_of(self, row: int) -> KeptText:
         """A row's prompt, to be compared with kept texts."""
         text, salt, inputs = self.prompts[row].cpu(), self.salt_of(row), self.multimodal
-        if self.side:  # the row's keys are computed with another rotary table
-            salt = f"\0{self.side} {salt}"
+        if self.rope_table:  # the row's keys are computed with another rotary table
+            salt = f"\0{self.rope_table} {salt}"
         if inputs is None:
             return KeptText(text, salt=salt)
         return KeptText(text, salt=f"{inputs.hash_of(row)} {salt}", least=inputs.ends[row])

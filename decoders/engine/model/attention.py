@@ -1,7 +1,7 @@
 """Fused attention over the KV cache in slots (:mod:`.cache`), registered with transformers as ``"decoders"``.
 
 A pass computes one mask for each of the ``T`` *kinds* of layer (full, sliding, chunked …) and stacks the masks along the head axis:
-``[B, T, N, view]`` (``view``: number of slots). Model code passes this tensor on unchanged; each layer uses the mask of its kind.
+``[B, T, N, view]`` (``view``: number of slots that attention reads). Model code passes this tensor on; a layer uses its kind's mask.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ STATES_ONLY = {"linear_attention", "mamba", "conv", "moe", "mlp"}
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How far back a layer attends: over ``window`` positions (sliding), to the beginning of its chunk of ``chunk`` positions, or
-    without limit.
-    """
+    """How far back a layer attends: ``window`` positions (sliding), to the start of a chunk of ``chunk`` positions, or unlimited."""
 
     window: int | None = None
     chunk: int | None = None
@@ -117,8 +115,8 @@ def module_configs(model: nn.Module) -> dict[tuple[str, str], PreTrainedConfig]:
 def attend_by(model: PreTrainedModel, name: str) -> None:
     """Makes all layers of our copy of a model run the attention function `name`."""
     model.set_attn_implementation(name)
-    # set_attn_implementation changes only the configs of whole models. A layer taken from another model has that model's config. In
-    # transformers 5.17, a model inside `model` keeps its own config if both configs have the same class.
+    # set_attn_implementation changes only the configs of PreTrainedModels, and not the config of a layer that comes from another model.
+    # In transformers 5.17, it also leaves out a model inside `model` if both models' configs have the same class.
     of_models = [
         module.config
         for module in model.modules()
@@ -183,12 +181,12 @@ def build_mask(
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The layout of a mask. The mask tensor's attribute ``decoders_shape`` holds it, because model code passes on only the tensor.
+    """How attention reads a mask. It is the mask tensor's attribute ``decoders_shape``, because model code passes on only the tensor.
 
     Attributes:
-        group: number of copies of each row of the mask: one for each query head of a key head, or 1 if rows are not repeated yet.
-        text: the text at the beginning of the block, if attention runs in stretches; None if attention runs in one piece.
-        parts: masks of stretches, keyed by kind of layer, group size and first query. The first layer that needs a mask stores it.
+        group: how often each row of the mask is repeated: once for each query head of a key head, or 1 if rows are not repeated yet.
+        text: if attention runs in stretches of :data:`STRETCH` queries, the text at the beginning of the block; otherwise None.
+        parts: the stretches' masks, keyed by kind of layer, group size and first query. The first layer that needs a mask stores it.
     """
 
     group: int = 1
@@ -197,8 +195,8 @@ class MaskShape:
 
     @staticmethod
     def of(mask: Tensor, query: Tensor) -> MaskShape:
-        """The layout of `mask`. Models in which the last layers reuse keys and values slice the mask; a slice lacks the attribute.
-        For a slice, the number of mask rows shows how often rows are repeated, and attention runs in one piece.
+        """The layout of `mask`. Some models slice the mask for their last layers, and a slice lacks the attribute ``decoders_shape``.
+        Then the number of mask rows per query shows how often rows are repeated, and attention runs in one piece.
         """
         shape = getattr(mask, "decoders_shape", None)
         return shape if shape is not None else MaskShape(mask.shape[2] // query.shape[2])
@@ -244,7 +242,7 @@ def tell_shape(mask: Tensor, shape: MaskShape | Probe) -> None:
 
 def shaped(mask: Tensor, group: int, text: LeadingText | None) -> Tensor:
     """Prepares `mask` for :func:`tree_attention`, once for all layers. Repeats the mask's rows `group` times, once per query head of a
-    key head. The mask of a long block that begins with `text` stays as it is, because its attention runs in stretches.
+    key head. If a long block begins with `text`, the mask stays as it is, because attention then runs in stretches.
     """
     if text is not None and mask.shape[2] > STRETCH:
         tell_shape(mask, MaskShape(text=text))
@@ -291,7 +289,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, repeated: int, scaling: float | None, softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention by PyTorch's kernels, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``; repeated: how often the rows of `mask` are repeated."""
+    """Attention by PyTorch's kernels, ``[B, N, Hq, Dv]``. mask: ``[B, 1, …]``; repeated: number of copies of each row in `mask`."""
     rows, q_heads, n, dim = query.shape
     kv_heads = key.shape[1]
     group = q_heads // kv_heads
@@ -317,7 +315,7 @@ def _attend(
 
 
 def _spare_queries(packed: Tensor, nodes: int) -> int:
-    """The number of padding queries to append to `packed` ``[B, H, Q, D]``, so that results have the same bits in every block.
+    """The number of padding queries to append to `packed` ``[B, H, Q, D]``, so that a node has the same bits in every block.
 
     Only blocks of few nodes need padding; the sizes of larger blocks are already multiples of ``ROWS`` (:mod:`.invariance`).
     """

@@ -50,7 +50,7 @@ def after_text(count: int, tree: TreeTensors) -> TreeTensors:
 
 
 def ending(values: Tensor, count: int) -> Tensor:
-    """The last `count` entries along dimension 1. Compiled code gathers them, because the strides of a slice need another graph."""
+    """The last `count` entries along dimension 1. Compiled code gathers the entries: a slice's strides would need another graph."""
     if torch.compiler.is_dynamo_compiling():
         return values.index_select(1, torch.arange(count, device=values.device) + (values.shape[1] - count))
     return values if values.shape[1] == count else values[:, -count:]
@@ -63,9 +63,9 @@ class PromptPiece:
     Attributes:
         tokens: ``[1, C]`` int64.
         start: ``[1]`` int64, slot of the first token.
-        latest: the value of `start` on the host.
+        latest: `start` as a Python number.
         view: ``[view]``; its length is the number of slots that the piece's attention reads.
-        buffers: the cache of the decoding rows, followed by the prompt's row.
+        buffers: the cache of the decoding rows, with the prompt's row as an additional last row.
     """
 
     tokens: Tensor
@@ -87,8 +87,8 @@ class PassInput(NamedTuple):
     Attributes:
         nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") run as an arbitrary token. If `tree` has
             more than ``N`` nodes, `nodes` are the last nodes of `tree`, and earlier passes ran the nodes before them.
-        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. It is negative if
-            the block begins before the row's first position. Nodes before position 0 have no valid results, and their keys and values
+        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. If a row
+            has fewer tokens than `text`, `base` is negative. Nodes before position 0 have no valid results, and their keys and values
             go to slots at the end of the cache.
         view: ``[view]``, any values; its length is the number of slots that attention reads, at least ``base + N``.
         text: the committed tokens at the beginning of `nodes`, which get no results.
@@ -114,7 +114,7 @@ class NodeBlock:
         draft_tokens: ``[B, N-1]`` int64; -1 for no draft token.
         tree: the tree of the ``N`` nodes; node 0 is each row's last committed token.
         view: ``[view]`` int64, 0 … view-1, the slots that attention reads.
-        masks: grammar masks after each node; None if no row has a grammar.
+        masks: the tokens that the grammar allows after each node; None if no row has a grammar.
         text: committed tokens that run before node 0: the end of the prompts in the first step, or a few tokens that were
             accepted on a branch and have to run again.
         piece: the piece of another row's prompt to prefill in the same pass.
@@ -130,7 +130,7 @@ class NodeBlock:
     root: Tensor | None = None
 
     def shape_of(self, draft: Draft, on_device: bool) -> Topology | TreeTensors:
-        """The topology of `draft`, the block's draft. If `on_device`, a `TreeTensors` topology is replaced by :attr:`tree`."""
+        """The topology of this block's `draft`; if `on_device` and the topology consists of tensors, the block's own :attr:`tree`."""
         return self.tree if on_device and isinstance(draft.topology, TreeTensors) else draft.topology
 
 
@@ -143,8 +143,8 @@ class Blocks:
         static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
-        exact: whether no block is padded. Uncompiled passes over several rows need no padding if a row's bits do not depend on it.
-        single: whether a block of one node per row is not padded, because padding would not change its bits.
+        exact: whether every block keeps its size. Uncompiled passes over several rows need no padding (unless ``Target.rounds``).
+        single: whether a block of one node per row keeps its size, because padding would not change its bits.
     """
 
     def __init__(self, rows: int, device: torch.device, static: bool = False, multiple: int = 1) -> None:

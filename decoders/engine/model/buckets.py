@@ -32,8 +32,8 @@ BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
 #: In low precision on the CPU, the sizes of blocks and chunks of text are multiples of this number.
 ROWS = 4
-#: A view (the slots that attention reads) has a multiple of 512 slots plus one of these numbers. In such views, PyTorch's attention
-#: on the CPU gives the same bits.
+#: A view (the slots that attention reads) has a multiple of 512 slots plus one of these numbers. In all such views, PyTorch's attention
+#: on the CPU gives a node the same bits.
 VIEWS = (0, 64, 128, 192, 384, 448, 512)
 
 
@@ -57,7 +57,7 @@ def slot_bucket(slots: int, static: bool = True) -> int:
 
 
 def view_bucket(length: int) -> int:
-    """Rounds `length` up to a number of slots that attention may look at, if sizes are not static."""
+    """Rounds `length` up to a number of slots that attention may look at (:data:`VIEWS`). Used if sizes are dynamic."""
     full, rest = divmod(length, 512)
     return full * 512 + next(size for size in VIEWS if size >= rest)
 
@@ -71,7 +71,7 @@ def view_sizes(slots: int, static: bool = True) -> tuple[int, ...]:
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
     """The sizes of blocks and chunks of text must be multiples of this number: :data:`ROWS` on a CPU in low precision, else 1.
 
-    In low precision, torch's CPU kernels sum in another order for a remainder of one to three rows.
+    In low precision, torch's CPU kernels sum the last one to three rows in another order if the number of rows is no multiple of 4.
     """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 

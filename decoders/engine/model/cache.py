@@ -34,9 +34,9 @@ class LayerSpec:
     states: tuple[StateSpec, ...] = ()
 
     @staticmethod
-    def without_keys(like: LayerSpec) -> LayerSpec:
-        """The spec of a layer without keys and values, with the dtype and device of `like`."""
-        return LayerSpec(0, 0, 0, 0, like.dtype, like.device)
+    def without_keys(spec: LayerSpec) -> LayerSpec:
+        """A spec without keys and values, with the dtype and device of `spec`."""
+        return LayerSpec(0, 0, 0, 0, spec.dtype, spec.device)
 
 
 @dataclass
@@ -47,8 +47,8 @@ class CacheBuffers:
         keys, values: a tensor per layer; int8 if quantized.
         key_scales, value_scales: a tensor ``[B, heads, L, 1]`` per layer, with a scale per head and slot; empty if not quantized.
         states: the recurrent states of every layer; None if the model has none.
-        shifts: ``[B]`` int64, the position minus the slot of each row's next token. Images make it differ from 0. None for text-only
-            models.
+        shifts: ``[B]`` int64, each row's next position minus its next slot: 0, or another number after images, which shift positions.
+            None for text-only models.
         places: addresses of the tensors (:func:`~decoders.engine.model.kernels.moves.places_of`); None unless a kernel moves slots.
     """
 
@@ -82,7 +82,7 @@ class CacheBuffers:
         return CacheBuffers(*parts, states, shifts).placed(by_kernel)
 
     def placed(self, by_kernel: bool) -> CacheBuffers:
-        """The same buffers, with :attr:`places` if `by_kernel`. Must not run in a recording, because it copies data from the host."""
+        """The same buffers, with :attr:`places` if `by_kernel`. Copies data from the host, which no CUDA graph can record."""
         return replace(self, places=moves.places_of(self.tensors) if by_kernel else None)
 
     @property
@@ -150,7 +150,7 @@ class CacheBuffers:
 
     @property
     def place(self) -> tuple:
-        """Identifies the buffers' memory: address, shape and dtype. A recorded step is valid only while they stay the same."""
+        """Identifies the buffers' memory: address, shape and dtype. A recorded step is valid only while all three stay the same."""
         first = next(tensor for tensor in self.tensors if tensor.numel())
         return first.data_ptr(), first.shape, first.dtype
 

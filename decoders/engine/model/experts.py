@@ -1,4 +1,4 @@
-"""Matrix products of a mixture of experts that replace torch's grouped product where it would wait for the device.
+"""Matrix products of a mixture of experts, for GPUs and dtypes with which torch's grouped product makes the host wait for the device.
 
 torch multiplies all groups of tokens by their experts' matrices in one kernel only in bfloat16 on compute capability 9.0 and 10.0.
 Otherwise torch on CUDA reads the group sizes on the host, so that no step can be recorded.
@@ -87,18 +87,18 @@ register_experts(NAME, forward)
 
 
 def is_grouped_natively(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped product runs on `device` without waiting for it. Always True on the CPU."""
+    """Whether torch's grouped product runs on `device` without making the host wait. Always True on the CPU."""
     if device.type != "cuda":
         return device.type == "cpu"
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
 def take_over(twin: nn.Module) -> int:
-    """Sets :func:`forward` in expert layers of our copy of a model if torch's product would wait for the device; returns how many."""
+    """Makes expert layers of our copy of a model use :func:`forward` if torch's product makes the host wait; returns their number."""
     taken = 0
     for module in twin.modules():
         matrices = [t for t in own_parameters(module).values() if t is not None and t.dim() == 3]
-        # Several layers may share a config. The first of them has then already set the config to NAME.
+        # Several layers may share a config. The first of these layers has then already set NAME in the config.
         if not matrices or experts_of(module) not in ("grouped_mm", NAME):
             continue
         if not all(is_grouped_natively(t.device, t.dtype) for t in matrices):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .attention import LayerKind
 from .layout import CountedTokens, embeddings_of, number_of_logits, placeholder_ids
-from .rope import Sides
+from .rope import RopeTables
 from .weights.fused import Group
 from .weights.quantization import Quantized
 
@@ -81,12 +81,12 @@ class Lengths:
 
     Attributes:
         most: greatest number of positions of a text that the model supports.
-        sides: the lengths at which the model's rotary tables change; None if the tables never change.
-        counted: how the model's layers use the number of tokens in the cache; None if no layer uses it.
+        rope_tables: which rotary table the model uses for which length; None if it has a single table.
+        counted: how the model's layers use the number of tokens in the cache; None if no layer uses the number.
     """
 
     most: int
-    sides: Sides | None
+    rope_tables: RopeTables | None
     counted: CountedTokens | None
 
 
@@ -96,8 +96,8 @@ class Invariance:
 
     Attributes:
         holds: whether decoding with chains as drafts gives the same bits as plain decoding.
-        differs: names of the comparisons in which bits differed. `holds` may be True if only trees with branches differed.
-        single: whether a block of one node in one row has the same bits as larger blocks; False if they were not compared.
+        differs: names of the comparisons in which bits differed. If bits differ only on branches of trees, `holds` is still True.
+        single: whether a block of one node in one row has the same bits as larger blocks; False if these sizes were not compared.
     """
 
     holds: bool

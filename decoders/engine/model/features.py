@@ -30,7 +30,7 @@ class HeadInputs:
         """Removes the hook from a copy of the head."""
         remove_hooks(head, [self._id])
 
-    def let_read(self, nodes: Tensor | None) -> None:
+    def restrict_to(self, nodes: Tensor | None) -> None:
         """Restricts the head to `nodes` ``[K]`` int64 in the next pass; None for all nodes."""
         self._kept.clear()
         if nodes is not None:

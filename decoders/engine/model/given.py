@@ -22,7 +22,7 @@ class GivenPrompts:
     """Prompts that begin with the text in a transformers cache. The cache is never written.
 
     Attributes:
-        cache: the cache; None if it would be empty.
+        cache: the cache; None if it would hold no tokens.
         length: number of tokens per row of the cache, padding included.
         sources: per prompt, the index of its row in the cache.
         padding: per prompt, the number of left padding tokens in its row of the cache.
@@ -54,7 +54,7 @@ class GivenPrompts:
 
 
 def cached_tokens(cache: Cache) -> int:
-    """The number of tokens per row of a cache, with padding. Raises UnsupportedError if it differs by layer or cannot be read."""
+    """The number of tokens per row of a cache, with padding. Raises UnsupportedError if layers differ or the number cannot be read."""
     lengths = {int(layer.get_seq_length()) for layer in _layers(cache) if _stored(layer) is not None}
     if len(lengths) > 1:
         raise UnsupportedError(
@@ -76,9 +76,7 @@ def check_cache(target: Target, cache: Cache) -> int:
         kept = stored[number] if number < len(layers) else None
         if spec.key_heads:
             if kept is None:
-                raise InputError(
-                    f"past_key_values holds nothing for layer {number} of {name}, which keeps keys and values there"
-                )
+                raise InputError(f"past_key_values holds no keys and values of layer {number}, which {name} needs")
             for part, tensor, heads, dim in zip(
                 ("keys", "values"),
                 kept,
@@ -95,15 +93,15 @@ def check_cache(target: Target, cache: Cache) -> int:
             reach = min((kind.window or kind.chunk or length + 1) - 1, length)
             if count < reach:
                 raise UnsupportedError(
-                    f"layer {number} of past_key_values holds the last {count} of its {length} tokens as they are, and {name} attends "
-                    f"to {reach} there: a cache with shorter windows, or a quantized one, is not supported. {_ADVICE}"
+                    f"layer {number} of past_key_values holds unquantized keys of {count} of its {length} tokens, but {name} attends "
+                    f"to {reach} tokens in this layer. Caches with shorter windows and quantized caches are not supported. {_ADVICE}"
                 )
             rows.add(len(kept[0]))
         for state in spec.states:
             value = _state(layers, number, state)
             if value is None or value.shape[1:] != state.shape:
                 raise InputError(
-                    f"past_key_values holds no recurrent state of layer {number} that {name} could go on with"
+                    f"past_key_values holds no recurrent state of layer {number} in the shape that {name} needs"
                 )
             rows.add(len(value))
     if len(rows) != 1:
@@ -116,8 +114,8 @@ def put_cache(
 ) -> int:  # fmt: skip
     """Copies a text from a transformers cache to the first slots of `row`. Returns the text's number of tokens.
 
-    For a layer with a window, the cache may hold only the tokens within the window. Then only these tokens' slots are written, and the
-    text must not be shortened later.
+    For a layer with a window, the cache may hold only the tokens within the window. Then only these tokens' slots are written. The text
+    must not be shortened later, because the window would then reach back to unwritten slots.
 
     Args:
         cache: a cache that :func:`check_cache` accepts.

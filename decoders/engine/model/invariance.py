@@ -3,7 +3,7 @@
 The following was measured with torch 2.13 on AVX512 (oneDNN, MKL, ATen) and one to three threads; :func:`check` measures a given model:
 
 - This package's matrix products (:mod:`~decoders.engine.model.kernels.products`, :mod:`~decoders.engine.model.weights.quantized`) give
-  a row the same bits for any number of rows. torch's products do so at best for two or more rows.
+  a row the same bits for any number of rows. torch's products give, at best, the same bits for any number of rows except one.
 - This package's attention (:mod:`~decoders.engine.model.kernels.attention`) sums over keys in the order of a node's path, so the node
   has the same bits in every block, whatever slots the path is in. The bits of PyTorch's attention depend on sizes and slots:
 

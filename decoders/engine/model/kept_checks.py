@@ -52,7 +52,7 @@ class KeptCheck:
     Attributes:
         day: ISO date of the check.
         longest: greatest length of text for which the check is valid; None for any length.
-        invariance: whether bits depend on the block; None in float32 (:attr:`~decoders.engine.model.facts.Checks.invariance`).
+        invariance: whether a node has the same bits in every block; None in float32.
     """
 
     day: str
@@ -159,7 +159,7 @@ def _of_library(function: types.FunctionType) -> bool:
 
 
 def _held(value: Any, depth: int = 4) -> object:
-    """A stand-in for `value`, an attribute of a module. The stand-in's ``repr`` is the same in every process."""
+    """What the hash uses for `value`, an attribute of a module: an object whose ``repr`` is the same in every process."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):

@@ -42,10 +42,10 @@ def embeddings_of(model: PreTrainedModel) -> int:
 
 
 def number_of_logits(model: PreTrainedModel) -> int:
-    """The number of logits ``V``. Runs a token if the output head has neither a weight nor ``out_features``.
+    """The number of logits ``V``. If the output head has neither a weight nor ``out_features``, runs the model on one token.
 
     Raises:
-        UnsupportedError: running that token fails, or gives no logits.
+        UnsupportedError: this run fails, or gives no logits.
     """
     head = model.get_output_embeddings()
     told = _rows_of(head) or getattr(head, "out_features", None)
@@ -57,8 +57,8 @@ def number_of_logits(model: PreTrainedModel) -> int:
         return int(output.logits.shape[-1])
     except Exception as error:  # a user's own head may raise anything
         raise UnsupportedError(
-            f"{type(model).__name__}: the size of its vocabulary cannot be told from its head, a {type(head).__name__} without weight, "
-            f"nor by running a token ({type(error).__name__}: {error}). Give the head out_features, or call generate without strategy=."
+            f"{type(model).__name__}: the size of its vocabulary is unknown: its head, a {type(head).__name__}, has no weight, and a "
+            f"pass over a token fails ({type(error).__name__}: {error}). Give the head out_features or call generate without strategy=."
         ) from error
 
 
@@ -119,7 +119,7 @@ class Layout:
 
 @torch.no_grad()
 def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
-    """Finds the layout of `model` by running one token. A model that uses the number of cached tokens runs several tokens, too.
+    """Finds the layout of `model` by a pass over one token; by more passes for a model that uses the number of cached tokens.
 
     kinds: the number of kinds of attention layers (:mod:`.attention`).
 
@@ -140,7 +140,7 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
     recurrent = probe.recurrent if isinstance(probe, StateProbe) else []
     if keeps_recurrent_state(model) and not recurrent:
         raise UnsupportedError(
-            f"{name} keeps a recurrent state outside of the cache, where nodes of a block cannot be given their own. "
+            f"{name} keeps a recurrent state outside of the cache, where the nodes of a block cannot have a state each. "
             "Call generate without strategy=."
         )
     if not layouts or (not recurrent and sorted(layouts) != list(range(len(layouts)))):
@@ -156,7 +156,7 @@ def probe_layout(model: PreTrainedModel, kinds: int) -> Layout:
     if probe.counted and not recurrent:
         counted = counted_tokens(functools.partial(_run_some_tokens, model, kinds), context_length(model), model.device)
     as_stored = all(any(key is given for given in probe.keys) for key in shape.keys)
-    # In a model with recurrent layers, linear layers multiply alone.
+    # In a model with recurrent layers, linear layers have no joint products.
     alike = [] if isinstance(probe, StateProbe) else shared.groups()
     return Layout(specs, shape.groups, as_stored, recurrent, counted, alike)
 
@@ -244,7 +244,7 @@ def counted_tokens(
         middle = int((max(harmless, 1) * first) ** 0.5) if first > 2 * harmless + 2 else (harmless + first) // 2
         middle = min(max(middle, harmless + 1), first - 1)
         harmless, first = (harmless, middle) if minds(middle) else (middle, first)
-    if harmless:  # the tokens of the trial pass count, too
+    if harmless:  # the result includes the tokens of the trial pass
         harmless += probed
     of_each = torch.full((probed,), first, device=device)
     return CountedTokens(harmless, by_node=not minds(of_each, logits(CountingProbe(first))))
@@ -279,7 +279,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
-            f"{name} takes no position_ids, or adds ALiBi, which derives positions from a 2-D mask: nodes of a tree get none. {advice}"
+            f"{name} takes no position_ids, or adds ALiBi, with positions from a 2-D mask: token trees need other positions. {advice}"
         )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(
@@ -290,7 +290,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     if len(devices) > 1:
         raise UnsupportedError(
             f"{name} is spread over {', '.join(sorted(map(str, devices)))}; strategy= needs one device. Start as many "
-            'processes as there are devices with torchrun and load it with tp_plan="auto": each then holds a part of every layer. '
+            'processes as there are devices with torchrun and load the model with tp_plan="auto": each holds a part of every layer. '
             f"{advice}"
         )
     Ranks.of(model)
@@ -313,6 +313,6 @@ def refuse_capture(device: torch.device) -> None:
     """Raises UnsupportedError if the caller is recording a CUDA graph: the loop waits for the device, and waits cannot be recorded."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "generate(strategy=…) cannot be recorded within torch.cuda.graph, since it waits for the device. Call it outside: it "
-            "records its steps itself."
+            "generate(strategy=…) cannot be recorded within torch.cuda.graph, since generate waits for the device. Call it outside: "
+            "generate records its own steps."
         )

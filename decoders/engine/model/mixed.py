@@ -51,7 +51,7 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """Indices ``[R · (N - text)]`` int64 of the tokens that get logits: each row's nodes after its `text` text tokens."""
+    """Indices ``[R · (N - text)]`` int64 of the tokens that get logits: all nodes of a row except the first `text`, which are text."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 

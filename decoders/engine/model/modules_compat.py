@@ -37,7 +37,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def is_parametrized(module: Any) -> bool:
-    """Whether a weight of `module` is parametrized, maybe by an adapter and for one pass alone. torch's own function is slower."""
+    """Whether a weight of `module` is parametrized now (adapters may do this in each pass). torch's own function is slower."""
     return "parametrizations" in module._modules
 
 
@@ -64,7 +64,7 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def writes_counted(tensor: Tensor) -> int:
-    """Autograd's counter of in-place writes to `tensor`. It misses writes to inference tensors and writes through ``.data``."""
+    """Autograd's counter of in-place writes to `tensor`. The counter misses writes to inference tensors and through ``.data``."""
     if tensor.is_inference():  # checked first, because raising and catching the error takes 30 microseconds
         return 0
     try:

@@ -45,8 +45,8 @@ class MultimodalInputs:
         hashes: per row, a hash of all images and of the prompt's index; equal hashes mean equal images.
         ends: per row, number of tokens of the prompt up to its last placeholder.
         shifts: per row, the position after the prompt minus the prompt's number of tokens.
-        alone: per prompt, the inputs of this prompt only; None for a prompt without images. Empty if it is unknown which images
-            belong to which prompt.
+        alone: per prompt, the inputs of this prompt only; None for a prompt without images. An empty tuple if it is unknown which
+            images belong to which prompt.
     """
 
     arguments: dict[str, Any]
@@ -65,7 +65,7 @@ class MultimodalInputs:
         return own.hashes[0] if own is not None else ""
 
     def in_front_of(self, starts: Sequence[int]) -> bool:
-        """Whether all images of every row come before the row's slot in `starts`, from which on the loop itself runs the prompt."""
+        """Whether all images of every row come before the row's slot in `starts`, the first slot that the loop's own passes fill."""
         return all(end <= start for end, start in zip(self.ends, starts, strict=False))
 
 
@@ -97,8 +97,8 @@ class OwnForward:
             logits: whether the results have logits of all tokens; otherwise they have logits of a single token.
 
         Raises:
-            UnsupportedError: the model does not store images as it stores text, or the loop's pass over the end of a prompt gives other
-                results.
+            UnsupportedError: the model's cache does not hold exactly the prompts' tokens, or the loop's pass over a prompt's end gives
+                other results.
         """
         target, arguments, rest = self.target, dict(inputs.arguments), int(bool(self.target.recurrent))
         behind = min(length - end for length, end in zip(inputs.lengths, inputs.ends, strict=True))
@@ -120,7 +120,7 @@ class OwnForward:
             stored = 0
         if stored != width - rest:
             raise UnsupportedError(
-                f"{type(self.model).__name__} does not store keys and values for just the tokens of a prompt with images. "
+                f"{type(self.model).__name__} does not store keys and values of exactly the tokens of a prompt with images. "
                 "Call generate without strategy=."
             )
         for row, length in enumerate(inputs.lengths):
@@ -175,7 +175,7 @@ class OwnForward:
             self._forget()
         if not self._ignores_zeros:
             raise UnsupportedError(
-                f"{type(self.model).__name__} reads token_type_ids, also where they are zeros, and the loop does not pass them "
+                f"{type(self.model).__name__} uses token_type_ids, even if all are zeros, and the loop does not pass them "
                 "on: leave them out, or call generate without strategy=."
             )
 

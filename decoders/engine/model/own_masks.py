@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .attention import LayerKind
 
-#: A view of the cache may have up to this many slots more than the longest text has tokens. They are for a block and for rounding up.
+#: A view of the cache may have up to this many slots more than the longest text has tokens: slots for a block and for rounding up.
 MARGIN = 2048
 OWN_KIND = "decoders_own_kind"
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: several processes run a model together, each with a part of the weights. This file keeps them synchronized.
+"""Tensor parallelism: several processes run a model together, each with a part of the weights. This file keeps the processes in step.
 
 A collective ends when every process has entered it, so all processes must run the same passes over blocks of the same sizes. These
 rules make all processes decide alike:
@@ -8,7 +8,7 @@ rules make all processes decide alike:
 - Values that may differ between processes are taken from the first process: a seed that the call does not name, clocks, measured costs,
   results of stopping criteria. Weights count as changed if they have changed in any process.
 - Passes run uncompiled, because processes finish compiling at different times, and compiled passes round differently.
-- Calls, and every step's draft, are compared before they run. If they differ, every process raises an error instead of waiting forever.
+- Calls, and every step's draft, are compared before they run. After a difference, all processes raise an error instead of waiting.
 """
 
 from __future__ import annotations

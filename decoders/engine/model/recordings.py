@@ -6,7 +6,7 @@ models, chunks of a prompt.
 
 A replay reads and writes the tensors that the work was recorded with. The session owns the rows and the cache; :class:`StaticInputs`
 holds all other tensors of a recording. A later call copies its values into these tensors and replays. All uses of the device go through
-a :class:`Recorder`, which tests replace.
+a :class:`Recorder`; tests use another recorder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _recording_on: weakref.WeakValueDictionary[torch.cuda.Stream, Recorder] = weakre
 
 class Recorder:
     """Records CUDA graphs on a device, which need not be the current device. Call its methods within :meth:`active`, from one thread
-    at once. Tests record on the CPU (``tests/tape_recorder.py``).
+    at a time. Tests record on the CPU (``tests/tape_recorder.py``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class Recorder:
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """A recorder for `device`; None unless it is a CUDA device."""
+    """A recorder for `device`; None if `device` is not a CUDA device."""
     return Recorder(device) if device.type == "cuda" else None
 
 
@@ -140,7 +140,7 @@ class HostCopies:
 WARM_UP_STEPS = 3
 #: A part of a step runs this many times unrecorded, with the same key and shapes, before it is recorded.
 PLAIN_RUNS = 2
-#: Greatest number of recordings of a session. They all share a memory pool for intermediate results.
+#: Greatest number of recordings of a session. All recordings share a memory pool for intermediate results.
 MOST_RECORDINGS = 48
 #: Greatest number of bytes in the inputs and outputs of a session's recordings. Most of these are logits of blocks with many nodes.
 MOST_BYTES = 1 << 30
@@ -178,7 +178,7 @@ class Recording:
     """A recording of `body`.
 
     Attributes:
-        body: the recorded function. It keeps alive the objects that own the tensors of replays.
+        body: the recorded function, which is kept because it holds the objects that own the tensors of replays.
         capacity: the sizes that the recording supports; None if the recording's key contains the sizes.
         inputs: the tensors that replays read and write, besides the session's rows and cache.
         output: the result of `body`; every replay writes to its tensors.
@@ -204,10 +204,10 @@ class Recording:
     def steps(self, more: Callable[[], bool] = lambda: True) -> Iterator[Result]:
         """Replays a recorded step again and again. Yields each step's result while the next step runs, so that the device never idles.
 
-        The caller stops when all rows have ended. One more step may still be running at that time. It does no harm: ended rows get no
-        tokens, and the device runs later work on the same tensors only after this step.
+        The caller stops when all rows have ended. One more step may still be running at that time. This step does no harm: ended rows
+        get no tokens, and the device runs later work on the same tensors only after this step.
 
-        more: called before every launch. After it has returned False, only the results of launched steps are yielded.
+        more: called before every launch. After `more` has returned False, only the results of launched steps are yielded.
         """
         output = self.output
         tensors = (output.summary, output.new) if output.for_host is None else (output.for_host,)
@@ -234,7 +234,7 @@ class Recording:
 
 @dataclass
 class _Failure:
-    """A failed recording. It is tried again, because the cause may be temporary, such as a lack of memory.
+    """A failed recording. Later requests try to record again, because the cause may be temporary, such as a lack of memory.
 
     Attributes:
         reason: the error's text.
@@ -321,10 +321,10 @@ class Recordings:
     def reuse(self, key: Hashable, needed: RecordedCapacity, inputs: Any) -> Recording | None:
         """Copies the tensors in `inputs` to the tensors of the step recorded for `key`. Returns the recording; None if none fits.
 
-        Afterwards the recording's tensors are the call's state, and the tensors in `inputs` are not updated.
+        Afterwards the recording's tensors hold the call's state, and the tensors in `inputs` are not updated.
 
         Args:
-            needed: sizes of the call. Its number of nodes may be 0, because the strategy will propose the recording's number of nodes.
+            needed: sizes of the call. `nodes` may be 0 (any number) if the strategy then proposes the recording's number of nodes.
             inputs: the call's objects: the strategy's state, the grammar guide, the noise keys.
         """
         step = self._kept.get(key)
@@ -344,9 +344,9 @@ class Recordings:
 
         Args:
             capacity: the sizes that `body` supports.
-            inputs: as in :meth:`reuse`. The recording keeps all tensors in `inputs`. After the call's first step, pass
-                :class:`StaticInputs` from the beginning of the call, because :meth:`reuse` compares it with the inputs at the beginning
-                of later calls. If steps of this call have replaced tensors since then, only this call can use the recording.
+            inputs: as in :meth:`reuse`. The recording keeps all tensors in `inputs`. After the call's first step, pass the
+                :class:`StaticInputs` that was created before this step: :meth:`reuse` compares it with the inputs at the beginning of
+                later calls. If the call's steps have replaced tensors since, only this call can use the recording.
             body: always works on the same tensors, with the same shapes, and never waits for the device.
         """
         failure = self._failed.get(key)

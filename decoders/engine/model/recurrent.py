@@ -46,8 +46,8 @@ class Level:
 def levels_of(visible: Tensor, nodes: Tensor) -> list[Level]:
     """The levels in which the nodes of a block run, computed on the host from the visibility.
 
-    A node continues the state of the node with the longest path among the nodes that it sees. For a draft token this is its parent, in
-    a window of lookahead decoding it is the token before. Nodes without a draft token do not run.
+    A node continues the state of the node with the longest path among the nodes that it sees. For a draft token, this node is the
+    parent; in a window of lookahead decoding, the preceding token. Nodes without a draft token do not run.
 
     Args:
         visible: ``[B, N, N]`` bool.
@@ -166,7 +166,8 @@ def cache_of(specs: Sequence[StateSpec], states: Sequence[Tensor] | None) -> tup
             layer.has_previous_state[spec.index] = True
             if spec.part == "conv_states":
                 layer.conv_kernel_size[spec.index] = state.shape[-1]
-            vars(layer).update(dtype=state.dtype, device=state.device)  # by vars, as both are annotated as None
+            # The attributes are set through vars, because the class annotates them as None.
+            vars(layer).update(dtype=state.dtype, device=state.device)
     cache = Cache(layers=[])
     cache.layers = _OneLayer([layer])
     return cache, layer
@@ -205,7 +206,7 @@ def on_others(
 
 @cache
 def by_node(plain: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `plain`. In passes with a :class:`~decoders.engine.model.slot_cache.StatePass`, that object runs the module."""
+    """A subclass of `plain` whose ``forward`` calls ``StatePass.run`` in passes that have a ``StatePass`` (:mod:`.slot_cache`)."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, SlotCache)]
@@ -262,7 +263,7 @@ def hoist(module: nn.Module, names: tuple[tuple[str, ...], str | None]) -> None:
     layers = [module.get_submodule(name) for name in (*first, *([last] if last else []))]
     for layer in layers:
         layer.__class__ = _replaceable(cast(Hashable, type(layer)))
-    # The layers are kept in tuples, so that copies of the model contain tuples of the copied layers.
+    # Tuples, because a copy of the model then contains tuples of copied layers.
     setattr(module, _HOISTED, (tuple(layers[: len(first)]), tuple(layers[len(first) :])))
 
 

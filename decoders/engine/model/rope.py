@@ -1,9 +1,9 @@
 """Rotary tables that depend on the length of the text. longrope has one table up to the original length and another table beyond it;
 dynamic NTK scaling has a different table for every length beyond the original length.
 
-transformers chooses the table by the longest position in a pass, drafts and other rows included. In our copy of a model, modules choose
-the table by the call's *side*: 0 for texts up to the first border length, 1 for texts up to the second border, and so on. A call
-that stays on one side gets the tables that transformers would choose for its text.
+transformers chooses the table by the longest position in a pass, drafts and other rows included. In our copy of a model, all passes of
+a call use the same table, which the length of the call's texts decides: table 0 for texts up to the first border length, table 1 for
+texts up to the second border, and so on. A call whose texts do not cross a border gets the tables that transformers would choose.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from ...errors import ContextLengthError, UnsupportedError, amount
 VARYING = {"longrope": True, "dynamic": False}
 
 
-class Sides:
-    """The lengths at which the rotary tables of a model change.
+class RopeTables:
+    """Which of a model's rotary tables belongs to which length of text. Tables are numbered from 0, by ascending length.
 
     Attributes:
-        borders: the greatest length of each side, in ascending order. If `open`, there is one more side beyond the last border.
+        borders: for each table, the greatest length of its texts, in ascending order. If `open`, there is one more table.
         open: whether all texts beyond the last border share a table.
-        now: the side of the current pass.
-        flag: `now` as a tensor ``[]`` int64, which the rotary modules read. All our copies of a model share it.
+        current: the number of the table that passes use now.
+        flag: `current` as a tensor ``[]`` int64, which the rotary modules of all our copies of a model read.
     """
 
     def __init__(self, borders: tuple[int, ...], open: bool, device: torch.device) -> None:
-        self.borders, self.open, self.now = borders, open, 0
+        self.borders, self.open, self.current = borders, open, 0
         self.flag = torch.zeros((), dtype=torch.int64, device=device)
 
     def of(self, length: int) -> int:
-        """The side of a text of `length` tokens."""
+        """The number of the table for a text of `length` tokens."""
         return min(self._passed(length), len(self.borders) - (not self.open))
 
-    def take(self, side: int) -> None:
-        """Sets the side of the next passes."""
-        if side != self.now:  # a recorded step must not write the flag, because its replays would write it again
-            self.now = side
-            self.flag.fill_(side)
+    def use(self, number: int) -> None:
+        """Makes the next passes use table `number`."""
+        if number != self.current:  # a recorded step must not write the flag, because its replays would write it again
+            self.current = number
+            self.flag.fill_(number)
 
     def check(self, name: str, prompt: int, new_tokens: int, cached: int | None = None) -> None:
-        """Raises ContextLengthError unless a call stays on one side.
+        """Raises ContextLengthError unless one table serves a call from its prompt to its last new token.
 
         Args:
             name: the model's class name.
@@ -66,7 +66,7 @@ class Sides:
         if cached is not None and self._passed(cached) != before:
             raise ContextLengthError(
                 f"{changes} {self.borders[before - 1]} tokens: past_key_values was computed with the table for {cached} tokens, and "
-                f"the prompt has {prompt}. Pass the whole text as input_ids without past_key_values, or {otherwise}"
+                f"the prompt has {prompt} tokens. Pass the whole text as input_ids without past_key_values, or {otherwise}"
             )
         if before == self._passed(prompt + max(new_tokens - 1, 0)) and (self.open or not before):
             return
@@ -93,12 +93,12 @@ def has_varying_table(module: nn.Module) -> bool:
     return kind is not None and not VARYING.keys().isdisjoint(kind.values() if isinstance(kind, dict) else (kind,))
 
 
-def take_over(model: PreTrainedModel) -> Sides | None:
-    """Replaces the rotary modules in our copy of a model by modules with a table per side. Returns the sides; None if the tables do not
-    depend on the length.
+def take_over(model: PreTrainedModel) -> RopeTables | None:
+    """Replaces the rotary modules in our copy of a model by modules with several tables. Returns which table belongs to which length;
+    None if the model's tables do not depend on the length.
 
     Raises:
-        UnsupportedError: the tables depend on the length in a way that sides cannot express, or no module computes them.
+        UnsupportedError: the tables depend on the length in a way that RopeTables cannot express, or no module computes them.
     """
     config = model.config.get_text_config(decoder=True)
     if not varies(config):
@@ -106,19 +106,19 @@ def take_over(model: PreTrainedModel) -> Sides | None:
     kinds = list(_kinds(config))
     borders = tuple(sorted({border for kind, border in kinds if kind in VARYING}))
     several = len(borders) > 1
-    sides = Sides(borders, all(VARYING.get(kind, True) for kind, _ in kinds), model.device)
+    rope_tables = RopeTables(borders, all(VARYING.get(kind, True) for kind, _ in kinds), model.device)
     modules = {id(module): module for module in model.modules() if _computes_table(module, config)}
-    if not modules or (several and not sides.open):
+    if not modules or (several and not rope_tables.open):
         raise UnsupportedError(
             f"{type(model).__name__} scales its rotary positions by the sequence's length (rope_type "
             f"{' / '.join(kind for kind, _ in kinds)}) in a way that the loop cannot follow. Call generate without strategy=."
         )
-    exchanged = {key: SidedRotary(module, sides) for key, module in modules.items()}
+    exchanged = {key: RotaryByLength(module, rope_tables) for key, module in modules.items()}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in exchanged:
                 setattr(parent, name, exchanged[id(child)])
-    return sides
+    return rope_tables
 
 
 def with_own_tables(model: nn.Module) -> None:
@@ -143,25 +143,25 @@ def _kinds(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 def _computes_table(module: nn.Module, config: PreTrainedConfig) -> bool:
     """Whether a module computes rotary tables that depend on the text's length.
 
-    Its config (or else `config`) must say so, and the module must take positions and have buffers, but no weights.
+    Its config (or else `config`) must name a rope type in :data:`VARYING`, and it must take positions and have buffers, but no weights.
     """
     if not varies(getattr(module, "config", config)) or next(module.parameters(), None) is not None:
         return False
     return "position_ids" in inspect.signature(module.forward).parameters and next(module.buffers(), None) is not None
 
 
-class SidedRotary(nn.Module):
-    """A rotary module that uses the current side's table for all positions. module: the rotary module to replace."""
+class RotaryByLength(nn.Module):
+    """A rotary module that uses table number :attr:`RopeTables.flag` for all positions. module: the rotary module to replace."""
 
     flag: Tensor
 
-    def __init__(self, module: nn.Module, sides: Sides) -> None:
+    def __init__(self, module: nn.Module, rope_tables: RopeTables) -> None:
         super().__init__()
         self._place = list(inspect.signature(module.forward).parameters).index("position_ids")
-        begins = (0, *sides.borders)[: len(sides.borders) + sides.open]
-        self._range = [(begin, *sides.borders[number : number + 1]) for number, begin in enumerate(begins)]
-        self.sides = nn.ModuleList(copy.deepcopy(module) for _ in begins)
-        self.register_buffer("flag", sides.flag, persistent=False)
+        begins = (0, *rope_tables.borders)[: len(rope_tables.borders) + rope_tables.open]
+        self._range = [(begin, *rope_tables.borders[number : number + 1]) for number, begin in enumerate(begins)]
+        self.tables = nn.ModuleList(copy.deepcopy(module) for _ in begins)
+        self.register_buffer("flag", rope_tables.flag, persistent=False)
         self._settled = [False] * len(begins)
         self._settled = [self._settle(number) for number in range(len(begins))]
 
@@ -169,18 +169,18 @@ class SidedRotary(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:  # some models read attributes of the replaced module
-            return getattr(cast(nn.ModuleList, super().__getattr__("sides"))[0], name)
+            return getattr(cast(nn.ModuleList, super().__getattr__("tables"))[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        table = self._of_side(0, args, kwargs)
-        for number in range(1, len(self.sides)):
-            chosen, other = self.flag == number, self._of_side(number, args, kwargs)
+        table = self._table(0, args, kwargs)
+        for number in range(1, len(self.tables)):
+            chosen, other = self.flag == number, self._table(number, args, kwargs)
             table = _each(lambda own, new, chosen=chosen: torch.where(chosen, new, own), table, other)
         return table
 
-    def _of_side(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The table that the replaced module would return if the longest text of the pass were on side `number`."""
-        module = self.sides[number]
+    def _table(self, number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Table `number`: what the replaced module would return if the longest text of the pass had a length for this table."""
+        module = self.tables[number]
         if self._settled[number]:
             return module(*args, **kwargs)
         begin, *border = self._range[number]
@@ -196,8 +196,8 @@ class SidedRotary(nn.Module):
         return _each(lambda values: values[..., :-1, :], table)
 
     def _settle(self, number: int) -> bool:
-        """Fixes the table of side `number`, so that passes neither compute nor write the table. Returns whether this succeeded."""
-        module, kind = self.sides[number], rope_type_of(self.sides[number])
+        """Fixes table `number`, so that passes neither compute nor write the table. Returns whether this succeeded."""
+        module, kind = self.tables[number], rope_type_of(self.tables[number])
         if kind is None:
             return False
         x = torch.zeros(1, 1, 1, device=self.flag.device)
@@ -205,7 +205,7 @@ class SidedRotary(nn.Module):
         positions = torch.arange(4, device=self.flag.device)[None]
         beyond = torch.cat([positions, positions + max(max(each) for each in self._range)], dim=1)
         try:
-            before = [self._of_side(number, (x, positions), each) for each in given]
+            before = [self._table(number, (x, positions), each) for each in given]
             set_rope_type(module, "default")
             for text in (positions, beyond):
                 after = [_each(lambda values: values[..., :4, :], module(x, text, **each)) for each in given]

@@ -38,7 +38,7 @@ from .weights.twin import share_weights
 
 
 def target_of(model: PreTrainedModel, attends: Attention = "auto", precision: Precision = Precision()) -> Target:
-    """The target of `model`. It uses our kernels if they are chosen, support the model and compute the right logits; else PyTorch's.
+    """The target of `model`, with our kernels if they are chosen, support the model and compute the right logits; else with PyTorch's.
 
     If a kernel fails, the function warns, and :attr:`Checks.rejected <decoders.engine.model.facts.Checks.rejected>` has the reason.
 
@@ -129,7 +129,7 @@ class Sizes:
 
 #: On the CPU the check has two short texts and a block of 16 nodes. It must be quick, because a process runs it before its first call.
 ON_CPU = Sizes((16, 8), ((5, 3),), 6)
-#: On CUDA the check has the sizes of calls, because a kernel that is right at small sizes may be wrong at these sizes. One text is
+#: On CUDA the check has sizes as in real calls, because a kernel that is right at small sizes may be wrong at larger sizes. One text is
 #: longer than a bucket of slots and longer than a split of the attention kernel. Blocks have up to 64 nodes.
 ON_CUDA = Sizes((300, 41), ((3, 1), (5, 3), (21, 3)), 30)
 
@@ -174,7 +174,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
     """Describes in words how the logits of `target` and `reference` differ; None if they differ only by rounding."""
     exact = target.dtype in (torch.float32, torch.float64) and not target.rounds
     difference = None
-    # In low precision, rounding may lead to other experts, which changes a token's logits. A fault shows in every text.
+    # In low precision, rounding may select other experts, which changes a token's logits. A fault shows in every text.
     for shift in range(1 if exact else TEXTS):
         ids = _texts(target, sizes, shift)
         difference = _difference_in(ids, target, reference, layout, sizes, 1e-4 if exact else 0.1)
@@ -186,7 +186,7 @@ def _difference(target: Target, reference: PreTrainedModel, layout: list[LayerSp
 def _difference_in(
     ids: list[Tensor], target: Target, reference: PreTrainedModel, layout: list[LayerSpec], sizes: Sizes, tolerance: float
 ) -> str | None:  # fmt: skip
-    target.take_side(target.side_of(max(map(len, ids))))
+    target.use_rope_table(target.rope_table_of(max(map(len, ids))))
     with _short_windows(target, reference, sizes):
         expected = _plain_logits(reference, ids)
         for nodes, ours in _tree_logits(target, layout, ids, sizes):
@@ -348,7 +348,7 @@ def can_mix(target: Target) -> bool:
 def _by_token(model: PreTrainedModel, ids: Tensor, begin: int, count: int) -> Tensor:
     """The model's own logits ``[count, V]`` float32, with one pass per token, for `count` tokens of `ids` ``[1, T]`` from `begin` on.
 
-    Recurrent layers may use other equations for a single token than for a text in one pass: Nemotron-H bounds time steps in a text.
+    Recurrent layers may use other equations for a single token than for a text in one pass: Nemotron-H bounds only a text's time steps.
     """
     out, logits = model(input_ids=ids[:, :begin], use_cache=True), []
     for place in range(begin, begin + count):

@@ -36,7 +36,7 @@ class Levels(NamedTuple):
     scales: Tensor
 
     def to(self, device: torch.device) -> Levels:
-        """Moves the tensors to `device`. In transformers 5.17, layers of Gemma 4 do so with keys and values of other layers."""
+        """Moves the tensors to `device`. In transformers 5.17, layers of Gemma 4 move keys and values of other layers."""
         return Levels(self.levels.to(device), self.scales.to(device))
 
 
@@ -48,8 +48,8 @@ class SlotCache(Cache):
         slots: ``[B, N]`` int64, the slots of the pass's ``N`` tokens.
         view: attention sees slots ``0 … view-1``, so that its cost depends on the length of the texts, not on the size of the cache.
         states: runs the recurrent layers in this pass; None if the model has no recurrent layers.
-        counts: ``[N]``, for a single row, the number of tokens before each node minus the node's index in the pass. Models with
-            :class:`~decoders.engine.model.layout.CountedTokens` add the index themselves. None for all other models.
+        counts: ``[N]``, what :meth:`get_seq_length` returns to a model that uses the number of cached tokens: in a pass over one row,
+            the number of tokens before each node minus the node's index, because the model adds the index. None for other models.
         in_levels: whether attention gets quantized keys and values as :class:`Levels`; otherwise the cache dequantizes them.
     """
 
@@ -63,7 +63,7 @@ class SlotCache(Cache):
 
     @property
     def is_read_as_stored(self) -> bool:
-        """Whether attention reads the buffers: keys and values are not quantized, or the kernel reads their int8 values."""
+        """Whether attention reads the buffers themselves: keys and values are not quantized, or the kernel reads int8 values."""
         return self.in_levels or not self.buffers.key_scales
 
     def update(  # type: ignore[override]
@@ -107,7 +107,7 @@ def quantize_slots(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _operator(buffer: Tensor, keys: Tensor, values: Tensor) -> Callable[..., None] | None:
-    """Our CPU kernel that writes keys and values; None if it does not support them. In compiled code None: inductor writes them."""
+    """Our CPU kernel that writes keys and values; None if it does not support them, or in compiled code, where inductor writes."""
     if buffer.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return None
     if keys.dtype not in cpu.TYPES or keys.dtype != values.dtype or buffer.dtype not in (keys.dtype, torch.int8):
@@ -126,7 +126,7 @@ def _write(buffer: Tensor, scales: Tensor | None, slots: Tensor, states: Tensor)
 def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """Sets ``buffer[b, :, slots[b, n]] = states[b, :, n]``. buffer: ``[B, h, L, d]``; slots: ``[B, N]``; states: ``[B, h, N, d]``."""
     if len(buffer) == 1 and not torch.compiler.is_dynamo_compiling():
-        # For one row this takes half the time. Compiled code writes all rows alike, so that one graph serves all numbers of rows.
+        # For one row, this takes half the time. Compiled code writes all rows alike, so that one graph serves all numbers of rows.
         buffer[:, :, slots[0]] = states.to(buffer.dtype)
         return
     # This is index_put and not scatter, because inductor runs index_put in place, but copies the whole buffer for scatter.

@@ -211,8 +211,8 @@ class _Noting(list):
         if not 0 <= index < len(self):
             raise IndexError(index)
         if index not in self._made:
-            like = self._usual[index] if index < len(self._usual) else None
-            self._made[index] = _noting_layer(self._probe, index, getattr(like, "number_of_states", 1))
+            usual = self._usual[index] if index < len(self._usual) else None
+            self._made[index] = _noting_layer(self._probe, index, getattr(usual, "number_of_states", 1))
         return self._made[index]
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ def may_keep_states(model: PreTrainedModel) -> bool:
 def adopt(entries: Sequence[Recurrent]) -> bool:
     """Lets a :class:`~decoders.engine.model.slot_cache.StatePass` decide how the recurrent modules in our copy of a model run.
 
-    Returns whether all modules can continue a text with several tokens at once. Raises UnsupportedError if one cannot run node by node.
+    Returns whether they can all continue a text with several tokens at once. Raises UnsupportedError if one cannot run node by node.
     """
     tried: dict[tuple, tuple[bool, tuple[tuple[str, ...], str | None]]] = {}
     for recurrent in entries:

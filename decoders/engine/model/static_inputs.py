@@ -1,4 +1,4 @@
-"""Finds the tensors in a strategy's state, compares them with the tensors of another call, and copies values between both."""
+"""Finds the tensors in a strategy's state, compares them with another call's tensors, and copies values between the two calls."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class SameObject:
 def find_tensors(root: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors inside `root`, by path, and all other values inside `root`, by path.
 
-    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. The value of a module
-    includes the addresses of its weights. If an object has a method `static_parts`, the method's result is searched instead of the
-    object.
+    Lists, tuples, dicts and attributes of plain objects are searched; functions, modules and classes are not. For a module, its
+    identity and its weights' addresses count. For an object with a method `static_parts`, the method's result is searched.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -94,11 +93,11 @@ class StaticInputs:
 
     @property
     def settled(self) -> bool:
-        """Whether `root` still holds the tensors of this object. If a step has replaced one, another call's values cannot be loaded."""
+        """Whether `root` still holds this object's tensors. If a step has replaced a tensor, another call's values cannot be loaded."""
         return self._are_in_place(find_tensors(self.root)[0])
 
     def _are_in_place(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether `tensors` have the memory that :attr:`tensors` had at first, which replays use."""
+        """Whether `tensors` have the addresses that :attr:`tensors` had at first. Replays use these addresses."""
         return {path: tensor.data_ptr() for path, tensor in tensors.items()} == self._places
 
     def load(self, root: Any, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> bool:
@@ -190,7 +189,7 @@ def _copy_all(
             copy(own_buffers[layout], given)
     for path in others:
         own = _without_repeats(places[path])
-        part = _without_repeats(values[path], like=places[path])
+        part = _without_repeats(values[path], expanded=places[path])
         if own.data_ptr() != part.data_ptr():
             copy(own, part)
 
@@ -210,10 +209,10 @@ def _equal(own: Any, other: Any) -> bool:
         return False
 
 
-def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Narrows `tensor` to size 1 where `like` (default: `tensor`) is expanded, because expanded tensors cannot be written."""
-    like = tensor if like is None else like
-    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+def _without_repeats(tensor: Tensor, expanded: Tensor | None = None) -> Tensor:
+    """Narrows `tensor` to size 1 in the dimensions that `expanded` (default: `tensor`) has expanded, because they cannot be written."""
+    expanded = tensor if expanded is None else expanded
+    for dim, (size, stride) in enumerate(zip(expanded.shape, expanded.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor

@@ -83,7 +83,7 @@ class Target:
 
     Attributes:
         static: whether steps are recorded per size, so that sizes are rounded up to buckets.
-        precision: how matrices and the KV cache are stored, if not as the model has them.
+        precision: the precision in which matrices and the KV cache are stored; by default the model's own.
         vocabulary: the tokens that the model accepts and predicts.
         attending: how attention is computed.
         products: how matrices are multiplied.
@@ -118,7 +118,7 @@ class Target:
         kinds, kind_of_layer = attention.layer_kinds(model.config)
         self.model = share_weights(model)
         experts.take_over(self.model)
-        sides = rope.take_over(self.model)
+        rope_tables = rope.take_over(self.model)
         self.attending = Attending("sdpa", kinds, kind_of_layer)
         self._attend_by("sdpa")
         self.tell_kinds(own_masks.take_over(self.model, kinds))
@@ -138,7 +138,7 @@ class Target:
             replace_norms(self.model)
         fuse_layers(self.model)
         self.weights = WeightState.of(model)
-        self.layout, self.lengths = layout.layers, Lengths(context_length(model), sides, layout.counted)
+        self.layout, self.lengths = layout.layers, Lengths(context_length(model), rope_tables, layout.counted)
         self.recurrent = tuple(entry.layer for entry in layout.recurrent)
         self.continues = adopt(layout.recurrent)
         self.static = self.static and not self.recurrent
@@ -160,7 +160,8 @@ class Target:
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
         if multiple > 1 and not self.recurrent:
             align_activations(self.model)
-        # Only PyTorch's attention needs multiples. Blocks are filled with committed tokens, which recurrent layers cannot rerun.
+        # Only PyTorch's attention needs multiples. Models with recurrent layers cannot have them: blocks would be filled up with
+        # committed tokens, which recurrent layers cannot run again.
         self.multiple = 1 if self.recurrent or self.attends == "cpu" else multiple
 
     def _few_tokens(self) -> PassInput:
@@ -189,14 +190,14 @@ class Target:
         if self.lengths.counted is not None:
             self.lengths.counted.check(name, longest, rows)
 
-    def side_of(self, length: int) -> int:
-        """Index of the rotary table for `length` tokens (:class:`~decoders.engine.model.rope.Sides`); 0 if the table never changes."""
-        return 0 if self.lengths.sides is None else self.lengths.sides.of(length)
+    def rope_table_of(self, length: int) -> int:
+        """The number of the rotary table for texts of `length` tokens (:class:`~decoders.engine.model.rope.RopeTables`)."""
+        return 0 if self.lengths.rope_tables is None else self.lengths.rope_tables.of(length)
 
-    def take_side(self, side: int) -> None:
-        """Makes the next passes use the rotary table with the index `side`."""
-        if self.lengths.sides is not None:
-            self.lengths.sides.take(side)
+    def use_rope_table(self, number: int) -> None:
+        """Makes the next passes use the rotary table with this number."""
+        if self.lengths.rope_tables is not None:
+            self.lengths.rope_tables.use(number)
 
     def tell_kinds(self, kinds: tuple[attention.LayerKind, ...]) -> None:
         """Sets how far back each kind of layer attends."""
@@ -272,7 +273,7 @@ class Target:
     def sibling(self, layers: tuple[int, ...] | None = None) -> Target:
         """A second target with its own modules, which share all weights, also quantized ones.
 
-        layers: the decoder layers whose outputs its results contain; None for those of this target.
+        layers: the decoder layers whose outputs the sibling's results contain; None for the same layers as in this target's results.
         """
         twin = copy.copy(self)
         twin.model = self.copied()
@@ -318,7 +319,7 @@ class Target:
         return nullcontext() if seen else torch.inference_mode()  # mode=False would switch gradients on
 
     def forward(self, given: PassInput) -> ForwardResult:
-        """Runs one pass over a block of nodes. It does not prefill the prompt piece ``given.piece``."""
+        """Runs one pass over a block of nodes. Does not prefill the prompt piece ``given.piece``."""
         nodes, text, root = given.nodes, given.text, given.root
         if root is not None:
             count = text.length + 1
@@ -358,11 +359,11 @@ class Target:
         return self.results(inputs, None if logits else torch.zeros(1, dtype=torch.int64, device=tokens.device))
 
     def results(self, inputs: dict, kept: Tensor | None = None) -> ForwardResult:
-        """The model's results for `inputs`. They are not inference tensors, so strategies and compiled functions can use them.
+        """The model's results for `inputs`. The results are not inference tensors, so strategies and compiled functions can use them.
 
         kept: ``[K]`` int64, the nodes that get logits; None for all nodes.
         """
-        self.taps.head.let_read(kept)
+        self.taps.head.restrict_to(kept)
         with self._quick():
             output = self.model(**inputs)
         layers = self.taps.states.taken() if self.taps.states is not None else None

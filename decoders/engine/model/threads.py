@@ -40,7 +40,7 @@ _own = _TorchsOwn()
 
 
 def torchs_own() -> int:
-    """``torch.get_num_threads()`` in this thread. While our calls run here, the number from before the outermost call."""
+    """``torch.get_num_threads()`` in this thread; while our calls run in this thread, the number from before the outermost call."""
     return _own.number if _own.calls else torch.get_num_threads()
 
 
@@ -168,7 +168,7 @@ def release_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of PyTorch's libgomp. None for other OpenMP libraries, which may end the teams of all threads."""
+    """``omp_pause_resource_all`` of PyTorch's libgomp. None with other OpenMP libraries, which may end the teams of all threads."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if sys.platform != "linux" or not library.exists():
         return None

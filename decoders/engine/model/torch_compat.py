@@ -46,7 +46,7 @@ def instructions() -> str:
 
 
 def has_instructions(variant: str) -> bool:
-    """Whether this process can run `variant` of the CPU kernels. For AMX, it also asks Linux for permission to use tiles."""
+    """Whether this process can run `variant` of the CPU kernels. For AMX, this function also asks Linux for permission to use tiles."""
     needed: dict[str, tuple[str, ...]] = {"avx2": ("_is_avx2_supported",), "avx512": ("_is_avx512_supported",)}
     needed["avx512_vnni"] = (*needed["avx512"], "_is_vnni_supported")
     needed["avx512_bf16"] = (*needed["avx512_vnni"], "_is_avx512_bf16_supported")
@@ -55,7 +55,7 @@ def has_instructions(variant: str) -> bool:
 
 
 class EqualOnce(CustomGraphPass):
-    """Removes repeated calls of this package's operators with equal arguments. Inductor itself does that only in training graphs."""
+    """Removes repeated calls of this package's operators with equal arguments. Inductor removes them only in training graphs."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         numbers: dict[object, int] = {}
@@ -78,7 +78,7 @@ class EqualOnce(CustomGraphPass):
 
 
 class _Number(int):
-    """Stands for an argument of a node: the number of the result that is passed. Equal results have equal numbers."""
+    """The number of a node's result; equal results have equal numbers. Stands for the result in the arguments of other nodes."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
@@ -111,7 +111,7 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 def rounds_float32(device: torch.device) -> bool:
     """Whether the user has allowed TensorFloat-32 products on a CUDA `device`.
 
-    ``allow_tf32`` and ``get_float32_matmul_precision`` read the same setting, but raise if the user set it by another name.
+    ``allow_tf32`` and ``get_float32_matmul_precision`` read the same setting, but raise if another setting has set the precision.
     """
     return device.type == "cuda" and float32_precision(device) == "tf32"
 
@@ -124,7 +124,7 @@ def float32_precision(device: torch.device) -> str:
 
 
 def weak_memory(tensor: Tensor) -> Callable[[], torch.UntypedStorage | None]:
-    """A function that returns the memory of `tensor`; None once it is freed. torch has no public weak references to memory."""
+    """A function that returns the memory of `tensor`; None once the memory is freed. torch has no public weak references to memory."""
     reference = StorageWeakRef(tensor.untyped_storage())
     return lambda: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
@@ -152,8 +152,8 @@ def with_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def skip_module_guards(entries: Sequence[Any]) -> list[bool]:
-    """A guard filter that leaves out guards on modules, because the engine compares the state of the weights instead, and on a table
-    of transformers, to which every class of models adds an entry of its own.
+    """A guard filter that leaves out the guards of :func:`skip_state_guard`, guards on modules (the engine compares the state of the
+    weights instead), and guards on a table of transformers that gets an entry for every class of models.
     """
     left = [_RECORDED not in entry.name for entry in entries]
     modules = torch.compiler.skip_guard_on_all_nn_modules_unsafe(entries)
@@ -171,8 +171,8 @@ def skip_state_guard(entries: Sequence[Any]) -> list[bool]:
 
 @contextmanager
 def without_default_device() -> Iterator[None]:
-    """Within this context, this thread has no default device. With one, Dynamo would compile code again, and raise an error for code
-    that calls ``unflatten``, as ours does. For calls that are not :func:`within_modes`.
+    """Within this context, this thread has no default device. With a default device, Dynamo would compile code again, and raise an
+    error for code that calls ``unflatten``, as our code does. Do not use this context if :func:`within_modes` is True.
     """
     modes = [_pop_mode() for _ in _get_current_function_mode_stack()]
     try:
@@ -183,8 +183,8 @@ def without_default_device() -> Iterator[None]:
 
 
 def within_modes() -> bool:
-    """Whether this thread is in a ``TorchDispatchMode`` or ``TorchFunctionMode``, except the mode of a default device. Dynamo compiles
-    nothing in a dispatch mode: it would raise an error, also in all later calls of the same code.
+    """Whether this thread is in a ``TorchDispatchMode`` or ``TorchFunctionMode``, except the mode of a default device. In a
+    dispatch mode, Dynamo raises an error instead of compiling, and raises it again in all later calls of the same code.
     """
     modes = _get_current_function_mode_stack()
     return torch._C._len_torch_dispatch_stack() > 0 or not all(isinstance(mode, DeviceContext) for mode in modes)
@@ -213,7 +213,7 @@ def graphs_compiled() -> int:
 
 
 def compiled_region(function: Callable) -> Callable:
-    """Returns `function` as a nested region, so that equal calls share a graph. By default torch would raise at the ninth graph."""
+    """Returns `function` as a nested region, so that equal calls share a graph. By default, torch raises at the ninth graph."""
     region: Any = torch.compiler.nested_compile_region
     bound = "max_reuse_entries" in signature(region).parameters
     return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))
@@ -227,17 +227,17 @@ def compiled_whole(function: Callable, dynamic: bool, options: Mapping[str, Any]
 
 
 def uncompiled(function: Any) -> Any:
-    """What ``torch.compile`` has compiled to `function`; `function` itself if it was not compiled."""
+    """The original function if `function` is a result of ``torch.compile``; otherwise `function`."""
     original = getattr(function, "_torchdynamo_orig_callable", None)
     disabled = getattr(function, "_torchdynamo_disable", False)  # torch.compiler.disable sets both attributes
-    # functools.wraps gives the first to a function around a compiled one, but another `__wrapped__`.
+    # functools.wraps copies both attributes to a function that calls a compiled function, but sets another `__wrapped__`.
     compiled = original is not None and not disabled and getattr(function, "__wrapped__", None) == original
     return original if compiled else function
 
 
 @cache
 def spare_compiler_warnings() -> None:
-    """Silences warnings of torch's compiler that users can do nothing about. Where warnings are errors, they would end a compilation.
+    """Silences warnings of torch's compiler that users can do nothing about. If warnings are errors, such a warning ends a compilation.
 
     The compiler warns once per process about TensorFloat-32 settings. This function triggers the warnings and ignores them. Without a
     CUDA toolkit, ``TRITON_LIBDEVICE_PATH`` is set to Triton's own libdevice, which the compiler would use anyway. A warning filter
@@ -283,10 +283,10 @@ def traced_by_one_thread() -> Iterator[None]:
 @contextmanager
 def device_waits_behind(lock: threading.RLock, seconds: float = 30.0) -> Iterator[None]:
     """Within this context, a thread that synchronizes a CUDA device first waits for `lock`, and holds `lock` while it synchronizes.
-    After `seconds` it goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
+    After `seconds` the thread goes on without the lock, because the lock's owner may be waiting for this thread's compilation.
 
-    Inductor and Triton synchronize to time kernels. They reach ``torch.cuda.synchronize`` by several names, so the function that it
-    calls is patched. CUDA graphs that torch itself records need not hold `lock`: torch's
+    Inductor and Triton synchronize to time kernels. They import ``torch.cuda.synchronize`` under several names, so the patch replaces
+    the function in torch._C that ``synchronize`` calls. CUDA graphs that torch itself records need not hold `lock`: torch's
     ``cudagraph_trees.graph_capture_lock`` protects them.
     """
     if not torch.cuda.is_initialized():

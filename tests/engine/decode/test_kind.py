@@ -43,7 +43,7 @@ def test_every_field_and_every_setting_has_an_entry() -> None:
 
 #: Another value of whatever is no object.
 OTHERS: dict[str, Any] = dict(
-    side=1, new_tokens=9, origin="elsewhere", salts=("a",), begun=1.0, processors=[],
+    rope_table=1, new_tokens=9, origin="elsewhere", salts=("a",), begun=1.0, processors=[],
 ) | {
     "returned.logits": True, "returned.top_logprobs": 2, "stopping.tokens": (3,), "stopping.pad_token": 4,
     "stopping.criteria": object(), "sampling.values": (0.5,), "sampling.sequences": (((((1,), 0.5),)),), "sampling.seed": 2,

@@ -317,7 +317,7 @@ def test_without_kernels_weights_are_not_quantized_and_the_error_says_what_to_in
 ) -> None:
     monkeypatch.setattr(quantized.cpu, "chosen", lambda: cpu.ChosenKernels(None, {"avx2": "no C++ compiler"}))
     with pytest.raises(
-        UnsupportedError, match=r"^weights='int4' needs the kernels .*no C\+\+ compiler.* Install a C\+\+"
+        UnsupportedError, match=r"^weights='int4' needs this package's kernels .*no C\+\+ compiler.* Install a C\+\+"
     ):
         Precision("int4").check(torch.device("cpu"))
     Precision(cache="int8").check(torch.device("cpu"))

@@ -319,9 +319,9 @@ class ModelDrafter(Drafter):
         return own or any(drafter.outdated for drafter in self.inner)
 
     def _running(self) -> AbstractContextManager:
-        """A context with this call's rotary table (side), tier and report, because other calls use the model with other values."""
+        """A context with this call's rotary table, tier and report, because other calls use the model with other values."""
         target = self.engine.target
-        target.take_side(target.side_of(max(map(len, self.batch.request.prompts))))
+        target.use_rope_table(target.rope_table_of(max(map(len, self.batch.request.prompts))))
         return self.engine.forward_pass.tiers.during(self.batch.request.runtime.compile, self.batch.report, self._tiers)
 
     def run(self, method: str, view: Tensor, *given: Any) -> Any:

@@ -56,7 +56,7 @@ class BackgroundCompile:
         self._work = work
         self._error: BaseException | None = None
         self._modes = torch.is_inference_mode_enabled(), torchs_own()
-        # The work uses the caller's tensors. On the caller's stream, it uses and frees them in order with the caller's own work.
+        # The work uses the caller's tensors, so it runs on the caller's stream: the tensors are then used and freed in the right order.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._over = threading.Event()
         self._warned = False

@@ -49,7 +49,7 @@ class ForwardPass:
             compiled, single = self.tiers.runs_compiled(several=True), nodes.shape[1] == 1
             if self.tiers.mixes(len(nodes), single=single):
                 return self._mixed(given, given.piece, compiled)
-            # The piece was cut for a mixed pass, but the block has another size than expected, or a compilation has ended since.
+            # The piece was meant for a mixed pass, but the block has an unexpected size, or a compilation has ended meanwhile.
             started = time.perf_counter()
             self.prefill(*given.piece.alone)
             self.tiers.book_mixed(time.perf_counter() - started, len(nodes), single=single)
@@ -82,7 +82,7 @@ class ForwardPass:
         self, tokens: Tensor, start: Tensor, buffers: CacheBuffers, view: Tensor, latest: int, *, logits: bool,
         valid: Tensor | None = None, recordings: Recordings | None = None,
     ) -> ForwardResult:  # fmt: skip
-        """Runs :meth:`Target.features`, compiled or replayed if possible. If `logits` is False, only a few tokens get logits."""
+        """Runs :meth:`Target.features`, compiled or replayed if possible. If `logits` is False, only one or two tokens get logits."""
         if recordings is not None:
             key = "features", buffers.place, len(view), logits
 
@@ -128,7 +128,7 @@ class ForwardPass:
         return not self.tiers.compiles(rows > 1) or self.tiers.may_take(PassKind(rows > 1, single_node=True))
 
     def fit(self, blocks: Blocks, rows: int) -> None:
-        """Sets the padding of `blocks`. It depends on their number of rows, and on whether the next pass runs compiled."""
+        """Sets the padding of `blocks`, which depends on the number of rows and on whether the next pass runs compiled."""
         blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 
@@ -158,8 +158,8 @@ class ForwardPass:
 
     @contextmanager
     def _counted(self, nodes: Tensor) -> Iterator[None]:
-        """Adds the seconds of the uncompiled pass in this context to its kind. A long pass counts only in part, because compiling saves
-        no more time in a long pass than in a short one.
+        """Adds the seconds of the uncompiled pass in this context to the total that decides when this kind of pass is compiled. A long
+        pass counts only in part, because compiling saves no more time in a long pass than in a short one.
         """
         started = time.perf_counter()
         yield

@@ -26,7 +26,7 @@ _serial = itertools.count()
 def private(function: Callable) -> Callable:
     """A copy of `function` (or of a bound method) with its own code object.
 
-    Dynamo keeps compiled graphs per code object. Two models with the same code object would check each other's guards and share one
+    Dynamo keeps compiled graphs per code object. With a shared code object, two models would check each other's guards and share a
     recompilation limit.
     """
     plain = function.__func__ if isinstance(function, types.MethodType) else function
@@ -39,8 +39,8 @@ def private(function: Callable) -> Callable:
 class CompiledFunction:
     """A tensor function, compiled with dynamic sizes. After a call that compiled code, `on_compile` is called with the call's seconds.
 
-    If the compiler fails, for instance after too many shapes, one warning is given. From then on, calls with the failed shapes and
-    plain values run uncompiled. If compiling has never succeeded, all calls run uncompiled.
+    If the compiler fails, for instance after too many shapes, one warning is given. From then on, calls whose arguments have the shapes
+    and plain values of a failed call run uncompiled. If compiling has never succeeded, all calls run uncompiled.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -51,7 +51,7 @@ class CompiledFunction:
 
     @cached_property
     def compiled(self) -> Callable[..., Any]:
-        # Not at construction, because torch.compile imports modules for half a second, and many functions are never compiled.
+        # Not in __init__, because torch.compile imports modules for half a second, and many functions are never compiled.
         torch_compat.spare_compiler_warnings()
         options: dict[str, Any] = {"guard_filter_fn": torch_compat.skip_state_guard, "cpp.dynamic_threads": True}
         return torch.compile(private(self.function), fullgraph=True, dynamic=True, options=options)
@@ -65,7 +65,8 @@ class CompiledFunction:
             result = self._run(kind, args)
         else:
             self._known.add(kind)
-            # Lets Dynamo tell apart sizes that happen to be equal. Only new kinds need this context, which costs more than many calls.
+            # In this context, Dynamo tells apart sizes that happen to be equal. Only calls of new kinds enter it, because entering
+            # takes time.
             with torch_compat.sizes_of_their_own():
                 result = self._run(kind, args)
         if torch_compat.graphs_compiled() > before:
@@ -73,7 +74,7 @@ class CompiledFunction:
         return result
 
     def static_parts(self) -> SameObject:
-        """Stands for this object in :func:`~decoders.engine.model.static_inputs.find_tensors`: later calls must use the same object."""
+        """Makes :func:`~decoders.engine.model.static_inputs.find_tensors` compare this object by identity instead of searching it."""
         return SameObject(self)
 
     def _run(self, kind: tuple, args: tuple) -> Any:
@@ -126,7 +127,7 @@ class TieredFunction:
         return self.compiled(*args) if self.is_ready(kind) else self.uncompiled(kind, *args)
 
     def uncompiled(self, kind: Hashable, *args: Any) -> Any:
-        """Runs the function uncompiled on arguments of `kind`, and begins to compile it for this kind when that is due."""
+        """Runs the function uncompiled on arguments of `kind`, and may begin to compile it for this kind."""
         started = time.perf_counter()
         result = self.function(*args)
         self._seconds += time.perf_counter() - started
@@ -136,7 +137,7 @@ class TieredFunction:
         return result
 
     def now(self, kind: Hashable, args: tuple, book: Callable[[float], None]) -> Any:
-        """Returns ``function(*args)``. If no compilation for `kind` has begun, waits for one first; `book` gets the seconds."""
+        """Returns ``function(*args)``. If no compilation for `kind` has begun, compiles first, and passes the seconds to `book`."""
         if kind not in self._jobs and len(self._jobs) < MOST_KINDS and not host_reads.recorded():
             started = time.perf_counter()
             self._begin(kind, args).wait()
@@ -160,7 +161,7 @@ class TieredFunction:
         return frozenset(kind for kind in self._jobs if self.is_ready(kind))
 
     def static_parts(self) -> SameObject:
-        """Stands for this object in :func:`~decoders.engine.model.static_inputs.find_tensors`: later calls must use the same object."""
+        """Makes :func:`~decoders.engine.model.static_inputs.find_tensors` compare this object by identity instead of searching it."""
         return SameObject(self)
 
 

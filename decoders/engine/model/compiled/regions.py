@@ -29,7 +29,7 @@ EXAMPLE_SLOTS = 176
 def layers_as_regions(model: nn.Module) -> Iterator[list[Callable]]:
     """Within this context, every decoder layer is a region: Dynamo compiles one graph for all layers whose graphs are equal.
 
-    Yields the functions that are compiled. The caller keeps them, because Dynamo drops the graphs of a function that is collected.
+    Yields the functions that are compiled. The caller keeps them, because Dynamo drops a function's graphs with the function.
     """
     regions: dict[Callable, Callable] = {}
     marked = []
@@ -56,9 +56,9 @@ class RegionalForward:
     """Compiles `function`, a forward pass over `model`, with dynamic sizes. Weights are inputs of the graph.
 
     Layers are regions. If compiling by regions fails, the pass is compiled as a whole, with the same inputs and results. Declare
-    constant sizes with :func:`fixed`, then call :meth:`compile`, once for one row and once for several. All other sizes are dynamic,
-    except those of the `quantized` matrices. Dynamo treats equal sizes in the arguments of :meth:`compile` as one size, so sizes that
-    may differ later must differ in these arguments.
+    constant sizes with :func:`fixed`, then call :meth:`compile`, once for one row and once for several. The sizes of `quantized`
+    matrices are constant, too; all others are dynamic. Dynamo treats equal sizes in the arguments of :meth:`compile` as one size, so
+    sizes that may differ later must differ in these arguments.
 
     Attributes:
         regional: whether layers are regions; None before the first compilation.
@@ -75,7 +75,7 @@ class RegionalForward:
             return self._compiled(*args)
 
     def compile(self, *args: Any) -> None:
-        """Compiles the graph for arguments like `args`. Raises the compiler's error if this fails both by regions and as a whole."""
+        """Compiles the graph for arguments like `args`. Raises the compiler's error if both fail: regions and the whole pass."""
         fixed(*((matrix, tuple(range(matrix.dim()))) for matrix in self.quantized))
         with torch_compat.floats_as_constants():
             if self.regional is not False:
@@ -119,7 +119,7 @@ def copied_whole(tensor: Tensor) -> Tensor:
 
 
 def regional_forward(target: Target) -> RegionalForward:
-    """The forward pass of `target`, to be compiled. It has a copy of the modules, because the target's modules also run uncompiled."""
+    """The forward pass of `target`, to be compiled, with a copy of the modules, because the target's modules also run uncompiled."""
     twin = target.sibling()
 
     def forward(
@@ -150,7 +150,7 @@ def examples(target: Target, rows: int, count: int) -> tuple[Tensor, Tensor, Tre
     """Arguments to compile a pass with. Sizes that may differ are pairwise different, because Dynamo treats equal sizes as one size.
 
     The `count` nodes are the last nodes of a larger tree, as in level-by-level drafting, and the first of them get no logits. The graph
-    then also serves whole trees and text. A single node is a whole tree. If sizes are static, the view covers all slots.
+    then also serves whole trees and text. If `count` is 1, the node is a whole tree. If sizes are static, the view covers all slots.
     """
     device, view = target.device, torch.arange(EXAMPLE_SLOTS, device=target.device)
     nodes = torch.randint(0, min(target.vocab_size, target.vocabulary.embeddings), (rows, count), device=device)

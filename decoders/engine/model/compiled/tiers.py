@@ -20,12 +20,12 @@ from . import regions
 from .background import BackgroundCompile, worth_compiling
 from .regions import RegionalForward
 
-#: The setting ``compile``: "auto" compiles in the background once it pays, True before the first step, False never.
+#: The setting ``compile``. "auto": compile passes in the background once this pays; True: before the first step; False: never.
 Compile = Literal["auto"] | bool
 
 #: Seconds that compiling a forward pass is expected to take on two cores.
 FORWARD_SECONDS = 12.0
-#: If each layer is a single operator, compiling saves only a few percent, so it begins after PATIENCE times as many seconds of passes.
+#: If each layer is a single operator, compiling saves only a few percent, so compiling begins after PATIENCE times as many seconds.
 PATIENCE = 10.0
 
 
@@ -81,15 +81,15 @@ class Beside:
         return lambda rows, count: None
 
     def ready(self, plan: SamplingPlan | None = None) -> frozenset[Hashable]:
-        """Pairs of a sampling plan and a kind of arguments, for which drawing is compiled. plan: leaves out all other plans."""
+        """Pairs of a sampling plan (only `plan` if given) and a kind of arguments for which the drawing of tokens is compiled."""
         return frozenset()
 
 
 class Tiers:
     """Decides which passes of a model run compiled. A kind of pass is compiled once its uncompiled passes have taken long enough.
 
-    Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and its tokens do not depend on
-    when the compiler is ready.
+    Compiled and uncompiled passes round differently. So a call stays in the tier in which it began, and the call's tokens do not depend
+    on when the compiler is ready.
 
     Attributes:
         kinds: for each kind of pass, its compilation and the seconds spent without it.
@@ -115,18 +115,18 @@ class Tiers:
 
     @contextmanager
     def during(self, mode: Compile, report: Report, allowed: set[Hashable] | None = None) -> Iterator[None]:
-        """Within this context, `mode` decides which passes are compiled, and their compilations are added to `report`.
+        """Within this context, `mode` decides which passes are compiled, and the compilations are added to `report`.
 
         Args:
-            allowed: the result of :meth:`steady_tiers` at the beginning of the call. None for the result in an enclosing context of the
-                same mode, or else for the current result.
+            allowed: the result of :meth:`steady_tiers` at the beginning of the call. If None, an enclosing context of the same mode
+                decides; without one, :meth:`steady_tiers` is called now.
 
         Raises:
             UnsupportedError: `mode` is True, and the model cannot be compiled.
         """
         if (reason := self.target.uncompiled) is not None:
             if mode is True:
-                raise UnsupportedError(f"compile=True: {reason}. Leave compile='auto', which runs it uncompiled.")
+                raise UnsupportedError(f"compile=True: {reason}. Leave compile='auto': passes then run uncompiled.")
             mode = False
         before = self.mode, self.report, self._allowed
         if allowed is None:
@@ -140,11 +140,11 @@ class Tiers:
     def steady_tiers(
         self, mode: Compile, plan: SamplingPlan | None = None, *, joined: bool = False
     ) -> set[Hashable] | None:
-        """What a call that begins now may run compiled: kinds of passes, and pairs as in :attr:`Tier.draws`. None for everything.
+        """What a call that begins now may run compiled: kinds of passes, and the pairs of :attr:`Tier.draws`. None means everything.
 
         Args:
-            mode: the call's setting ``compile``; only "auto" sets a limit.
-            plan: if given, pairs with other sampling plans are left out.
+            mode: the call's setting ``compile``; if it is not "auto", the result is None.
+            plan: if given, the pairs of other sampling plans are left out.
             joined: whether requests join and leave the batch. A request is then part of passes over one row and over several rows, so
                 either both kinds of passes run compiled or neither (:meth:`compile_both`).
         """
@@ -156,11 +156,11 @@ class Tiers:
         return kinds | self.beside.ready(plan)
 
     def outdated(self, tiers: set[Hashable] | None, mode: Compile, plan: SamplingPlan, *, joined: bool = False) -> bool:
-        """Whether more is compiled now than when :meth:`steady_tiers` returned `tiers`. Always False without a limit."""
+        """Whether more is compiled now than when :meth:`steady_tiers` returned `tiers`. False if `tiers` is None."""
         return tiers is not None and not (self.steady_tiers(mode, plan, joined=joined) or set()) <= tiers
 
     def tier(self, rows: int, plan: SamplingPlan | None = None) -> Tier:
-        """The tier of a pass over `rows` rows and of drawing by `plan`. Begins to compile when that is due."""
+        """Which parts of a step over `rows` rows, with tokens drawn by `plan`, run compiled now. May begin to compile the pass."""
         compiled = self.runs_compiled(rows > 1)
         draws = self.beside.ready(plan) if plan is not None and self.mode else frozenset()
         return Tier(compiled, frozenset(filter(self.allows, draws)))
@@ -170,7 +170,7 @@ class Tiers:
         return bool(self.mode) and (self.mode is True or self.may_take(PassKind(several)))
 
     def runs_compiled(self, several: bool) -> bool:
-        """Whether a pass of this call runs compiled. Begins to compile when that is due. several: see :meth:`compiles`."""
+        """Whether the next pass of this call runs compiled. May begin to compile such passes. several: see :meth:`compiles`."""
         kind = PassKind(several)
         tier = self.kinds[kind]
         if not self.mode:
@@ -198,7 +198,7 @@ class Tiers:
         return self.ready(kind) and self.allows(kind)
 
     def worth_compiling(self) -> bool:
-        """Whether the compilation of some pass has begun."""
+        """Whether some kind of pass has been worth compiling: its compilation has begun."""
         return any(tier.job is not None for tier in self.kinds.values())
 
     def compile(self, several: bool, report: Report, *, single: bool = False) -> bool:
@@ -226,7 +226,7 @@ class Tiers:
             self._wait(self._begin(PassKind(True, single, mixed=True)), report)
 
     def book_single(self, seconds: float, rows: int) -> None:
-        """Adds the seconds of a step without a draft to the passes with single nodes. Begins to compile these when that is due."""
+        """Adds the seconds of a step without a draft to the total that decides when passes with a single node per row are compiled."""
         kind = PassKind(rows > 1, single_node=True)
         if not self.mode or not self.target.takes_single_nodes(rows) or not self.ready(PassKind(kind.several_rows)):
             return
@@ -235,7 +235,7 @@ class Tiers:
         self._spend(kind, seconds)
 
     def book_mixed(self, seconds: float, rows: int, *, single: bool) -> None:
-        """Adds the seconds of a prefill that could have been part of a mixed pass. Begins to compile mixed passes when that is due."""
+        """Adds the seconds of a prefill that fits a mixed pass to the total that decides when mixed passes are compiled."""
         if rows >= 2 and self._can_mix and self.compiles(several=True):
             self._spend(PassKind(True, single, mixed=True), seconds)
 
@@ -245,7 +245,7 @@ class Tiers:
             self.kinds[PassKind(rows > 1)].seconds += seconds
 
     def _spend(self, kind: PassKind, seconds: float) -> None:
-        """Adds seconds of work that would be faster if `kind` were compiled. Begins to compile `kind` when that is due."""
+        """Adds seconds of work that would be faster if `kind` were compiled. After enough seconds, begins to compile `kind`."""
         tier = self.kinds[kind]
         tier.seconds += seconds
         if worth_compiling(tier.seconds, FORWARD_SECONDS):
@@ -271,7 +271,7 @@ class Tiers:
         return ready
 
     def _begin(self, kind: PassKind) -> _Tier:
-        """Begins to compile passes of `kind`, unless that has begun already."""
+        """Begins to compile passes of `kind`, unless their compilation has begun already."""
         tier, target = self.kinds[kind], self.target
         if tier.job is not None:
             return tier

@@ -70,8 +70,8 @@ def operator(schema: str, launcher: str, fake: Callable[..., Any]) -> Callable[.
     would compile another graph for every size that changes a launch.
 
     Args:
-        schema: the operator's name in ``torch.ops.decoders``, its arguments and its result. Arguments that it writes to come last.
-        launcher: the module and the function that launch the kernels. The first call imports the module, because it needs Triton.
+        schema: the operator's name in ``torch.ops.decoders``, its arguments (written arguments come last) and its result.
+        launcher: the module and the function that launch the kernels. The first call imports the module, which needs Triton.
         fake: returns empty tensors of the result's sizes, for tracing.
     """
     name, (module, launching) = schema.partition("(")[0], launcher.split(".")

@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels in parallel before a model's first pass. One after the other, they would take more than ten seconds.
 
-First, passes over fake tensors, which have no memory, record which operators calls will use. Then each operator's launching code runs
-with "meta" tensors: Triton compiles the kernels, but does not run them. It keeps compiled kernels on disk for later processes.
+First, trial passes over fake tensors, which have no memory, show which operators a model uses. Then each operator's launching code runs
+with "meta" tensors: Triton compiles the kernels, but does not run them. Triton keeps compiled kernels on disk for later processes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def calls_within(passes: Callable[[], Any]) -> list[tuple[str, list[Any]]]:
     ):
         try:
             passes()
-        except Exception as error:  # a module reads values, which fake tensors lack; the calls before are recorded
+        except Exception as error:  # for example, a module reads values, which fake tensors lack
             _log.info("some kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
     return list(noted.calls.values())
 

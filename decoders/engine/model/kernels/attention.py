@@ -32,7 +32,7 @@ Kernel = Literal["triton", "cpu"]
 
 
 def pack_mask(base: Tensor, offsets: Tensor, visible: Tensor | None) -> Tensor:
-    """Describes a block as ``[B, 1, K, words + 2]`` int64. A node has words with a bit per visible node, then its offset and the base.
+    """Describes a block as ``[B, 1, K, words + 2]`` int64: for each node, words with a bit per visible node, its offset, and `base`.
 
     Args:
         base: ``[B]`` int64, slot and position of each row's node 0; may be negative.
@@ -63,7 +63,7 @@ def attend(
         value: ``[B, Hkv, view, Dv]``.
         mask: the result of :func:`pack_mask`.
         sinks: ``[Hq]``, an additional score per head, which belongs to no key and no value.
-        kind: the layer's window and chunk, which limit how far back it attends.
+        kind: the layer's window and chunk, which limit how far back the layer attends.
         scale: factor of the scores; by default ``D ** -0.5``.
         softcap: if given, scores are ``softcap · tanh(scores / softcap)``.
     """

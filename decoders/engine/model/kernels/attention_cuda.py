@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
     """Sizes of the tiles of a program. They fit into 99 KB of shared memory, which every GPU since Ampere has.
 
     Attributes:
-        rows: number of queries times number of heads of a group; larger for text, where products take most of the time.
+        rows: number of rows of a tile, one for each query and head; larger for text, where products take most of the time.
         keys: number of slots, at most :data:`WORD`.
         stages: number of tiles of keys that are read ahead.
         warps: number of warps per tile.
@@ -80,7 +80,7 @@ def launch(
     # Bits depend on the tiles, so the tiles must not depend on the number of queries or rows.
     first_split = FIRST_TEXT_SPLIT if text else FIRST_SPLIT
     splits = split_count(view, first_split)
-    splits = splits if splits > 1 else 0  # one split has the same bits as no split
+    splits = splits if splits > 1 else 0  # 0: the kernel reads all keys at once, with the same bits as in one split
     per_pair = tiles * tile.rows
     shared: dict[str, Any] = dict(
         HEADS=kv_heads, G=group, DV=value_width, VWIDTH=tile.value_width, WORDS=columns - 2, M=tile.rows, BN=tile.keys,

@@ -2,7 +2,7 @@
 
 The queries of a GQA group (``G`` query heads per key head ``h``) are rows of a tile: row ``r`` is query ``r // G`` of head
 ``h * G + r % G``. A tile of keys begins at a multiple of ``BN`` slots, and a split at a fixed slot. So the order of a query's sums
-depends neither on the block nor on the batch. Tiles that a query does not see change nothing, because their probabilities are zero.
+depends neither on the block nor on the batch. Tiles of keys that a query does not see add zeros.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Arguments that vary from call to call, and are therefore not compiled in.
+#: Arguments that vary from call to call, and therefore are no compile-time constants.
 VARYING = ("window", "chunk", "view", "nodes", "queries", "splits", "smb", "smn", "rows")
 
 

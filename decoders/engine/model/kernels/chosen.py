@@ -13,7 +13,7 @@ from . import runs_kernels
 from .attention import Kernel
 from .products import take_cpu_kernels
 
-#: The widest heads that the Triton kernel supports. It pads heads narrower than 16.
+#: The widest heads that the Triton kernel supports. The kernel pads heads narrower than 16.
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,9 +26,9 @@ def preferred(device: torch.device) -> Kernel | None:
 
 
 def unfit(kernel: Kernel, layout: Sequence[LayerSpec], own_layers: int, device: torch.device) -> str | None:
-    """Why a kernel cannot compute the attention of a model with this cache `layout`; None if it can.
+    """Why `kernel` cannot compute the attention of a model with this cache `layout`; None if it can.
 
-    own_layers: number of layers that call the attention function that their config names.
+    own_layers: number of layers whose attention function can be replaced through their config.
     """
     with_keys = [spec for spec in layout if spec.key_heads]
     if kernel == "triton" and not runs_kernels(device):
@@ -50,11 +50,11 @@ def kernel_for(wanted: Attention, layout: Sequence[LayerSpec], own_layers: int, 
     """Our kernel that computes the attention of model `name`; None for PyTorch's attention. layout, own_layers: see :func:`unfit`.
 
     Raises:
-        UnsupportedError: the caller named the kernel for CUDA, and it does not support the model.
+        UnsupportedError: the caller asked for the kernel for CUDA, which does not support the model.
     """
     device = layout[0].device
     ours = preferred(device) if wanted == "auto" else None if wanted == "sdpa" else wanted
     reason = None if ours is None else unfit(ours, layout, own_layers, device)
     if reason is not None and wanted == "triton":
-        raise UnsupportedError(f"attention='triton' does not fit {name}: {reason}; leave 'auto'")
+        raise UnsupportedError(f"attention='triton' does not support {name}: {reason}. Leave attention='auto'")
     return ours if reason is None else None

@@ -1,11 +1,11 @@
 """Epilogues of products on CUDA: activations, residuals, norms and rotary positions, in the kernel that adds up partial sums.
 
 The input `parts` holds a product's partial sums, ``[stretches, rows, outputs]`` in float32: each is the sum of a stretch of the terms
-(:mod:`.products_triton`). Or it is the whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would have
-about a hundred more launches, of two microseconds each. Sums are rounded where the model rounds them.
+(:mod:`.products_triton`). Or `parts` is the whole product, ``[1, rows, outputs]``. Without epilogues, a step of a small model would
+have about a hundred more launches, of two microseconds each. Sums are rounded where the model rounds them.
 
-PyTorch's mean distributes a row to threads depending on the number of rows, and inductor chooses the loops of a sum by timing. With
-either, bits would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
+PyTorch's mean distributes a row to threads depending on the number of rows, and inductor chooses the loops of a sum by timing. In both
+cases, bits would vary. Here one program normalizes a row (or head), and the order of its sum depends only on the width.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _normed(values, squares, weight, place, here, width, epsilon, ONE_ADDED: tl.
 
 @triton.jit
 def _summed(parts, place, here, size, STRETCHES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds up the entries of all parts at `place`, in order. size: entries per part, passed as ``rows * outputs`` for wide loads."""
+    """Adds up the entries of all parts at `place`, in order. size: number of entries of each part."""
     total = tl.load(parts + place, mask=here, other=0.0).to(tl.float32)
     for part in tl.static_range(1, STRETCHES):
         total += tl.load(parts + part * size + place, mask=here, other=0.0)
@@ -91,8 +91,9 @@ def _add_to_residual(  # type: ignore[no-untyped-def]
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_ADDED: tl.constexpr,
     BEFORE_ROUNDED: tl.constexpr, AFTER: tl.constexpr, AFTER_ADDED: tl.constexpr, AFTER_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds up a row of ``[STRETCHES, rows, width]``, and adds the sum (normalized if BEFORE) to the residual. If AFTER, also writes
-    the new residual, normalized."""
+    """Adds the sum of a row of ``[STRETCHES, rows, width]`` (normalized if BEFORE) to the residual; if AFTER, also normalizes the new
+    residual.
+    """
     place = tl.arange(0, BLOCK)
     here, first = place < width, tl.program_id(0).to(tl.int64) * width
     total = _summed(parts, first + place, here, rows.to(tl.int64) * width, STRETCHES)
@@ -117,8 +118,9 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts for one head of one node, and applies norm and rotary position if it is a query or key. Writes keys and values
-    to the cache or to new tensors."""
+    """Adds up the parts for one head of one node; applies norms and rotary positions to queries and keys. Writes to cache or new
+    tensors.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     here, outputs = d < D, (HEADS + 2 * KEY_HEADS) * D
@@ -211,7 +213,7 @@ def rotated_to_cache(
     parts: Tensor, biases: Sequence[Tensor], norms: tuple[Norm, Norm], cos: Tensor, sin: Tensor, slots: Tensor | None,
     keys: Tensor, values: Tensor, size: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Writes the rotated keys and the values in `parts` to `slots` (None: the first slots) of `keys` and `values` ``[B, h, L, d]``.
+    """Adds up `parts`, and writes rotated keys and values to `slots` (None: the first slots) of `keys` and `values` ``[B, h, L, d]``.
 
     Returns the rotated queries, ``[B, N, H, d]``. size: B and N.
     """

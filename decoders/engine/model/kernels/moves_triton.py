@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: The number of nodes that a program moves at once, and the greatest number of words that it moves of a slot.
+#: The number of slots that a program moves at once, and the greatest number of words of each slot that it moves.
 NODES, WORDS = 16, 64
 #: Bytes of a word.
 WORD = 8
@@ -47,11 +47,12 @@ def _move_slots(
 
 
 def move(places: Tensor, base: Tensor, path: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Copies slot ``base[b] + path[b, n]`` to ``base[b] + n``. The nodes of a path ascend, so no slot is written before it is read.
+    """Copies slot ``base[b] + path[b, n]`` to slot ``base[b] + n``, in every row ``b`` of all buffers. The nodes of a path ascend, so
+    no slot is written before it is read.
 
     Args:
         places: the result of :func:`~decoders.engine.model.kernels.moves.places_of`.
-        buffers: the buffers in `places`, with the same number of slots; negative indices count from the end.
+        buffers: the buffers in `places`, all with the same number of slots. Negative slots count from a buffer's end.
     """
     path, sizes = path.contiguous(), {buffer.shape[3] * buffer.itemsize for buffer in buffers}
     odd = [size & -size for size in sizes if size % WORD]  # for example the scales of quantized keys

@@ -19,14 +19,14 @@ from torch import Tensor
 from . import LARGEST_BLOCK, Norm, Operands, cpu, runs_kernels
 from .products_cuda import few_rows_on_cuda, gated, rms_norm_on_cuda, rotated, to_cache, to_residual
 
-#: Maps the type of a device to the operator that multiplies there. :func:`take_cpu_kernels` sets the CPU's operator.
+#: Maps a type of device to its operator of products. :func:`take_cpu_kernels` sets the CPU's operator.
 _operators: dict[str, Callable[..., Tensor]] = dict.fromkeys(("cuda", "cpu"), few_rows_on_cuda)
 #: The CPU's operators by name. They are kept here, because compiled code must not call ``cpu.chosen``.
 on_cpu: dict[str, Callable[..., Any]] = {}
 
 
 def take_cpu_kernels() -> cpu.Kernels | None:
-    """Makes our kernels compute the products on the CPU. Returns these kernels; None if there are none."""
+    """Makes our kernels compute the products on the CPU. Returns these kernels; None if this process has no CPU kernels."""
     kernels = cpu.chosen().kernels
     if kernels is not None:
         _operators["cpu"] = kernels.few_rows_linear
@@ -77,7 +77,7 @@ def multiplies(weight: Tensor, exact: bool = True) -> bool:
     On the CPU, our kernels multiply by all weights that they support, because they are faster than torch's. On CUDA, they multiply only
     by 16-bit weights, because in float32 they would be slow and the order of a sum hardly matters.
 
-    exact: whether a row's bits must not depend on the number of rows. On CUDA, our kernels are only used if so.
+    exact: whether a row's bits must not depend on the number of rows. If False, our kernels are not used on CUDA.
     """
     if weight.device.type == "cpu":
         return cpu.takes(weight) and take_cpu_kernels() is not None
@@ -165,7 +165,7 @@ def linear_rotated(
 
     Returns:
         Queries ``[B, N, H, D]``, and new keys and values ``[B, h, N, D]``. Keys and values are None if the operator has written them to
-        the cache. (Compiled layers accept no operator that writes.) None instead of all three if no kernel computes them.
+        the cache (on CUDA, in uncompiled code). A single None if no kernel computes these products.
     """
     (query_norm, *formula), key_norm = norms[0], norms[1].weight
     around = query_norm, key_norm, *formula, cos, sin
@@ -184,13 +184,13 @@ def linear_rotated(
 
 def decoder_layers(x: Tensor, *given: Any) -> tuple[list[Tensor], Tensor] | None:
     """Computes whole layers with the CPU's operator (``elementwise.cpp``), which also writes to the cache. Returns the layers' results,
-    and the last result after the next layer's norm; None if the operator does not support these layers.
+    and the last result normalized by the next layer's first norm; None if the operator does not support these layers.
     """
     return None if operator_for(x) is few_rows_on_cuda else _on_cpu("decoder_layers", x, *given)
 
 
 def _on_cpu(name: str, *given: Any) -> Any:
-    """Calls the CPU's operator `name`. Returns None if it rejects its arguments: the operator checks them faster than Python does."""
+    """Calls the CPU's operator `name`; None if the operator rejects the arguments, which it checks faster than Python could."""
     if torch.compiler.is_dynamo_compiling():
         return on_cpu[name](*given)
     try:

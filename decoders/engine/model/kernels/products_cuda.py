@@ -12,7 +12,7 @@ from . import operator
 
 
 def new_keys(x: Tensor, matrices: Sequence[Tensor], cos: Tensor) -> Tensor:
-    """An empty tensor for the keys, or the values, that the matrices of queries, keys and values compute, ``[B, h, N, D]``."""
+    """An empty tensor ``[B, h, N, D]`` for the keys (or the values) of `x`. matrices: of queries, keys and values."""
     return x.new_empty(x.shape[0], len(matrices[1]) // cos.shape[2], x.shape[1], cos.shape[2])
 
 

@@ -4,9 +4,9 @@ cuBLAS chooses its kernel by the number of rows, and its kernels add up the term
 only on the matrix. Each sum is cut into stretches at fixed places ("split-K", :func:`plan`). Tensor cores add up each stretch from
 beginning to end, and then the stretches are added in order.
 
-A program reads its part of the matrix once for up to 128 rows, and holds their sums in registers. Every block of outputs reads the rows
-again, mostly from the L2 cache; 32 or 64 rows are as much data as the block's part of the matrix. So programs of 64 or 128 rows have
-blocks twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
+A program reads its part of the matrix once for up to 128 rows, and holds the rows' sums in registers. Every block of outputs reads the
+rows again, mostly from the L2 cache. In programs of 64 or 128 rows, the rows would be no less data than a block's part of the matrix,
+so blocks are twice as large, which does not change bits. Further rows of a batch run in other programs, in parallel.
 
 The kernel that adds up stretches also computes the epilogue (:mod:`.epilogues_triton`). If there is a single stretch, the kernel of the
 product computes activations itself.
@@ -33,8 +33,7 @@ TILE = 16
 MOST_TILES = 8
 #: With more nodes per row of the batch than this (long texts), PyTorch computes the product, because cuBLAS is fast with many rows.
 MOST_ROWS = TILE * MOST_TILES
-#: Wanted number of programs of a product: about two for each of the 132 multiprocessors of an H100. It is the same on every device,
-#: because bits depend on it.
+#: Wanted number of programs of a product: about two for each multiprocessor of an H100. The number is fixed, because bits depend on it.
 PROGRAMS = 256
 #: Shortest stretch of a sum, in terms; a shorter stretch would cost more than it saves.
 LEAST_STRETCH = 256
@@ -144,9 +143,9 @@ def _multiply(  # type: ignore[no-untyped-def]  # its arguments are Triton's
 def parts_of(
     x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], kind: int = -1
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """A product's sums over each stretch, ``[stretches, rows, outputs]``, and the biases that are not added yet.
+    """A product's sums over each stretch, ``[stretches, rows, outputs]``, and the biases that the caller has to add.
 
-    kind: the activation. It is applied here if there is a single stretch; the result then has half as many outputs.
+    kind: the activation. Applied here if there is a single stretch; the sums then have half as many outputs.
     """
     sizes, inputs = [matrix.shape[0] for matrix in matrices], x.shape[-1]
     # The number of nodes per row of the batch decides whether torch multiplies, so that a node's bits do not depend on other rows.

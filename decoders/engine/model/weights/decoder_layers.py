@@ -41,7 +41,7 @@ class Whole(NamedTuple):
     """A decoder layer in the form that the CPU's operator takes: an attention module, followed by a gated feed-forward module.
 
     Attributes:
-        attention: the attention module; `plan` is its structure.
+        attention, plan: the attention module, and its structure.
         linear: the linear layers for queries, keys, values and the attention's output; then gate, up and down.
         norms: five norms: of queries, of keys, of the attention's result, of the sum with the residual, of the feed-forward's result.
         formula: the norms' formula; None without norms.
@@ -92,7 +92,7 @@ def whole_layers(
         turns: cos and sin of the rotary positions.
 
     Returns:
-        the layers' results, and the last result normalized by the last norm in `firsts`; None if the operator does not support them.
+        the layers' results, and the last result normalized by the last norm in `firsts`; None if the operator rejects `layers`.
     """
     one = layers[0]
     formula = one.formula or firsts[0][1] or Formula(0.0, False, False)
@@ -163,7 +163,7 @@ class Following(NamedTuple):
 
     Attributes:
         layer: the decoder layer.
-        alike: whether one operator can compute the two layers: their :attr:`Whole.kind` is equal, and so are their other arguments.
+        alike: whether one call of the operator can compute both layers: their :attr:`Whole.kind` and their other arguments are equal.
     """
 
     layer: nn.Module

@@ -17,12 +17,12 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FewRowsLinear, Conv1
 
 
 def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_products: bool = True) -> int:
-    """Makes the plain linear layers of `model`, our copy of a model, multiply with our kernels if these support the weights. Returns
-    the number of layers that do.
+    """Makes the plain linear layers of `model`, our copy of a model, multiply with our kernels if the kernels support the weights.
+    Returns the number of layers that use the kernels.
 
     Args:
         groups: paths of layers with the same input. Layers of a group multiply in one product if their weights are stored alike.
-        exact_products: whether a row must have the same bits for any number of rows. On CUDA, our kernels are only used if so.
+        exact_products: whether a row must have the same bits for any number of rows. If False, our kernels are not used on CUDA.
     """
     modules = dict(model.named_modules())
     weights = {path: plain_weight(module) for path, module in modules.items()}

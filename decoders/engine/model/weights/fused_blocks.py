@@ -56,7 +56,7 @@ def fuse_blocks(
     fused = [_fuse(layer, calls) for layer in layers]
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
-            # This is not stored in the `Layer`, because a compiled region would take the following layer's values as inputs.
+            # Following is not a field of Layer, because a compiled region would then take the following layer's values as inputs.
             vars(one.module)["decoders_following"] = Following(other.module, _alike(one, other))
     return sum(call is not None for call in fused)
 
@@ -92,7 +92,7 @@ def is_whole(layer: nn.Module) -> bool:
 
 
 def _tried(function: Callable[..., Result], *given: Any) -> Result | None:
-    """Returns ``function(*given)``; None if it raises an error, because an unfused part of a layer is only slower."""
+    """Returns ``function(*given)``; None after an error: the part of a layer then stays unfused, which is only slower."""
     try:
         return function(*given)
     except torch.OutOfMemoryError:
@@ -130,7 +130,7 @@ def _attention(
     names = tuple(map(call.name_of, (reads, turns, mask, cache)))
     same = key_states.shape[3] == value_states.shape[3] == width and key_states.shape[1] == value_states.shape[1]
     sizes = list(map(outputs_of, group))
-    # A module with further tensor arguments (positions) stays unfused: it may use them only in texts longer than the trial's.
+    # A module with further tensor arguments (positions) stays unfused: they may matter only in texts longer than the trial's.
     named = inspect.signature(type(module).forward).parameters
     more = [value for name, value in call.options.items() if name in named and name not in names]
     if any(isinstance(value, Tensor) for value in (*more, *(v for i, v in enumerate(call.given) if i not in names))):

@@ -19,7 +19,7 @@ from ..modules_compat import hooks_of
 from .fused import outputs_of
 from .layers import Joint
 
-#: A trial also runs with large inputs, to detect layers that clamp values: with the first of these factors that gives finite results.
+#: A trial also runs with inputs times the first of these factors that gives finite results, to detect layers that clamp values.
 LOUD = (64, 8, 1)
 #: The activations that the kernels compute. The index of an activation is the argument `kind` of the kernels.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, functools.partial(F.gelu, approximate="tanh"))
@@ -47,7 +47,7 @@ def gated_class(plain: Any) -> type[nn.Module]:
     """The class that replaces `plain`, a class of gated feed-forward layers. Its objects store :class:`Gated` as ``decoders_gated``."""
 
     def forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Any:
-        # This does not call the layer's parts, so their hooks do not run. A layer with hooks on its parts is therefore not fused.
+        # The kernel calls no parts of the layer, so the parts' hooks do not run. A layer with hooks on its parts is not fused.
         out = None if more or options else self.decoders_gated(x)
         return plain.forward(self, x, *more, **options) if out is None else out
 
@@ -108,8 +108,8 @@ def _activation(module: nn.Module) -> int | None:
 
 
 def close(ours: Tensor | None, other: Tensor, by: nn.Module | None = None) -> bool:
-    """Whether `ours` and `other` differ only by rounding. by: the module that computes them. If it has quantized layers, the tolerance
-    is larger, because these round their inputs to 16 bits.
+    """Whether `ours` and `other` differ only by rounding. by: the module that computes them. If `by` has quantized layers, the
+    tolerance is larger, because quantized layers round their inputs to 16 bits.
     """
     if ours is None or ours.shape != other.shape:
         return False

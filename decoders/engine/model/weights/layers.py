@@ -49,7 +49,7 @@ class Latest(threading.local):
         self.source = self.by = self.result = None
 
 
-#: The joint product that the first layer of a group has computed. It is kept until the last layer has taken its columns.
+#: The joint product that the first layer of a group has computed. The product is kept until the last layer has taken its columns.
 _products = Latest()
 
 

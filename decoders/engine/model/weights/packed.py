@@ -105,7 +105,7 @@ FORMATS = (
 def format_of(layer: nn.Module, hooks: Sequence[Callable[..., object]] = ()) -> tuple[Format, int] | None:
     """The format of a layer's matrix and the bits per level; None for a layer in none of the formats.
 
-    hooks: the model's pre-hooks. If the layer raises an error, they first run on a copy: compressed-tensors unpacks in a pre-hook.
+    hooks: the model's pre-hooks. If the layer raises an error, they run first, on a copy: compressed-tensors unpacks in a pre-hook.
     """
     fitting = [(each, bits) for each in FORMATS if (bits := each.bits(layer))]
     if not fitting or getattr(layer, "adapter", None):

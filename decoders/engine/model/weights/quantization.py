@@ -1,4 +1,4 @@
-"""Chooses the matrices that run quantized: matrices that a library has quantized, and dense ones if the setting `weights` says so."""
+"""Chooses the matrices to quantize (setting ``weights``), and finds the matrices that a library has quantized."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Precision:
                 )
         if self.weights is not None and not has_kernels():
             raise UnsupportedError(
-                f"{weights}={self.weights!r} needs the kernels for CPUs, which are not there ({cpu.chosen()}). Install a C++ compiler "
-                "(g++ or clang), with which they are built once, or leave the setting out."
+                f"{weights}={self.weights!r} needs this package's kernels for CPUs, which cannot be used ({cpu.chosen()}). Install a "
+                "C++ compiler (g++ or clang), with which the kernels are built once, or leave the setting out."
             )
 
 
@@ -81,7 +81,7 @@ class QuantizedWeight:
 
     Attributes:
         sources: the parameter, or the parts of a parameter that a library has quantized.
-        made: attributes to set on the layer. Their tensors are only written in place, because graphs hold them.
+        made: attributes to set on the layer. The attributes' tensors are only written in place, because graphs hold them.
         of: identifies the values of the sources at the time of the copy (:func:`values_of`).
     """
 
@@ -94,7 +94,7 @@ class QuantizedWeight:
         return [value for value in self.made.values() if isinstance(value, Tensor)]
 
     def renew(self) -> None:
-        """If the sources have changed, copies them again to the same tensors. Raises LossyError if 16 bits cannot hold them."""
+        """If the sources have changed, copies them again to the same tensors. Raises LossyError if 16 bits cannot hold the numbers."""
         if (present := values_of(self.sources)) != self.of:
             for own, new in zip(self.tensors, QuantizedWeight(self.sources, self._make).tensors, strict=True):
                 if own.data_ptr() != new.data_ptr():  # equal addresses: a library's levels are used without a copy
@@ -172,7 +172,7 @@ def quantize(
     model: nn.Module, scheme: Scheme | None, head: nn.Module | None, smallest: int | None = None,
     groups: Sequence[Group] = (), given: Quantized | None = None,
 ) -> Quantized:  # fmt: skip
-    """Makes layers of `model`, our copy of a model, multiply with quantized matrices. Returns these layers, and those in `given`.
+    """Makes layers of `model`, our copy of a model, multiply with quantized matrices. Returns these layers and the layers in `given`.
 
     Layers that a library has quantized keep their values, and use a kernel if there is one. With a `scheme`, dense layers get copies of
     their weights. For ``int4``, the output `head` and layers of a size that the kernel does not support get ``int8`` copies. For
@@ -218,7 +218,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def _shared(sources: list[Tensor], key: tuple, make: Callable[[], dict[str, Any]]) -> QuantizedWeight:
-    """The quantized copy of `sources` that is in use. If there is none, or if it is outdated: a new one. key: the kind of copy."""
+    """A quantized copy of `sources`: the copy in use, or a new copy if none is in use or it is outdated. key: the kind of copy."""
     places = [(source.data_ptr(), source.dtype, source.shape, source.stride()) for source in sources]
     key = (*key, *places)
     copy = _in_use.get(key)

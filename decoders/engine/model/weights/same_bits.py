@@ -78,7 +78,7 @@ def align_activations(model: nn.Module) -> None:
 
 @functools.cache
 def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class that replaces the class `plain`. It pads its input so that every thread has whole vectors."""
+    """The class that replaces the class `plain`. The class pads its input so that every thread has whole vectors."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -86,7 +86,7 @@ def _aligned(plain: type[nn.Module]) -> type[nn.Module]:
         count = x.numel()
         threads = 1 if count <= GRAIN else min(torch.get_num_threads(), -(-count // GRAIN))
         spare = -count % (TWO_VECTORS * threads)
-        # torch processes a non-contiguous input row by row, so for such an input the size of a row decides.
+        # torch processes a non-contiguous input row by row, so for such an input the size of a row decides whether scalar code runs.
         if not (spare if x.is_contiguous() else x.shape[-1] % TWO_VECTORS or threads > 1):
             return plain.forward(self, x)
         return plain.forward(self, F.pad(x.reshape(-1), (0, spare)))[:count].view(x.shape)

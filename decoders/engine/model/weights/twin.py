@@ -67,7 +67,7 @@ class _Twin:
             touches = self._touches(value) or self._touches(value.__func__)
             return types.MethodType(self.of(value.__func__), self.of(value.__self__)) if touches else value
         if isinstance(value, types.FunctionType) and self._touches(value):
-            original = uncompiled(value)  # the loop compiles in its own way
+            original = uncompiled(value)  # without torch.compile, because the loop will compile the twin
             return self._function(value) if original is value else self.of(original)
         if isinstance(value, functools.partial) and self._touches(value):
             partial = functools.partial(self.of(value.func), *map(self.of, value.args), **self._values(value.keywords))
@@ -106,7 +106,7 @@ class _Twin:
         )
         twin.__kwdefaults__ = function.__kwdefaults__
         vars(twin).update(vars(function))
-        self.memo[id(function)] = twin  # a closure may hold its function
+        self.memo[id(function)] = twin  # a closure may hold its own function
         for cell, held in zip(cells, function.__closure__ or (), strict=True):
             if held != _EMPTY:
                 cell.cell_contents = self._captured(held.cell_contents)
@@ -184,7 +184,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     name, twin = type(model).__name__, share_weights(model)
     layers = decoder_layers(twin)
     if not layers:
-        raise UnsupportedError(f"{name} has no list of decoder layers that could be left early")
+        raise UnsupportedError(f"{name} has no list of decoder layers, so it cannot stop after its first layers")
     if not 0 < count < len(layers):
         way = (
             f"can be left after layer 1 … {len(layers) - 1}, not {count}" if len(layers) > 1 else "cannot be left early"

@@ -1,7 +1,7 @@
 """CPU kernels in C++: products without copies of matrices, attention over the slot cache, norms, activations, rotary positions.
 
-Each kind of processor has a variant of the kernels, which is a shared object. A wheel may contain it. Otherwise, the first process on a
-machine compiles it into the cache folder in 10 to 20 seconds. If there is no compiler either, torch's operators are used.
+Each kind of processor has a variant of the kernels: a shared object. A wheel may contain the variants. Otherwise the first process on
+a machine compiles a variant into the cache folder in 10 to 20 seconds. If there is no compiler either, torch's operators are used.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Kernels:
         operators: Any = getattr(torch.ops, namespace)
         for name, fake in _FAKES.items():
             torch.library.register_fake(f"{namespace}::{name}", fake)
-        # Rounding to 4 bits is never in a graph, so it needs no fake.
+        # Compiled code never rounds to 4 bits, so this operator needs no fake implementation.
         return cls(variant, path, *(getattr(operators, name).default for name in (*_FAKES, "round_to_four_bits")))
 
 
@@ -142,7 +142,7 @@ def _chosen() -> ChosenKernels:
     if asked and asked not in (*known, "off"):
         near = get_close_matches(asked, [*known, "off"], 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise SettingsError(f"{VARIABLE}={asked!r}: this machine knows {', '.join([*known, 'off'])}.{hint}")
+        raise SettingsError(f"{VARIABLE}={asked!r}: on this machine it can be {', '.join([*known, 'off'])}.{hint}")
     refused: dict[str, str] = {}
     if asked == "off" or not known:
         return ChosenKernels(None, {"off": VARIABLE} if known else {sys.platform: "kernels are for Linux and macOS"})

@@ -18,7 +18,7 @@ namespace {
 
 constexpr long STRETCH = 512;          // number of places of a stretch, a multiple of PLACES
 constexpr long MOST_QUERIES = 256;     // most queries (times heads of a group) that share one read of keys and values
-constexpr long TURNS = 8;              // pieces of work per thread: with fewer, less is read without prefetching; with more, threads end together
+constexpr long TURNS = 8;              // pieces of work per thread: many pieces let threads end together, but a piece's first reads are not prefetched
 constexpr long LEAST_SHARED = 200000;  // least number of multiplications for which several threads are worth starting
 
 struct Attention {
@@ -136,13 +136,13 @@ struct Queries {
         }
     }
 
-    // Computes attention to the places from `from` to `to` - 1.
+    // Computes attention to places from … to - 1.
     [[gnu::noinline]] void attend(long from, long to) {
         clear(stretch);
         long first, straight, end;
         range(first, straight, end);
         for (long block = std::max(from, first / PLACES * PLACES); block < std::min(to, end); block += PLACES) {
-            ahead_values = {values + block * a.value.of_slot, PLACES * a.value.of_slot, LANES / 4};  // as many lines as are transposed
+            ahead_values = {values + block * a.value.of_slot, PLACES * a.value.of_slot, LANES / 4};  // a step prefetches LANES / 4 lines
             ahead_keys = {transposed.keys + (block + PLACES) * a.key.of_slot, PLACES * a.key.of_slot, (sizeof(C) + 1) / 2 * Lane<C>::NUMBERS};
             transposed.straight(block, std::max(block, first), std::min(block + PLACES, straight), keys, ahead_values);
             for (long n = 0; n < count; n += TILE) attend_tile(block, n, std::min(count - n, long(TILE)));
@@ -179,7 +179,7 @@ struct Queries {
 
     const float* weights_at(long place, long row) const { return scores + row * PLACES + place / Lane<C>::NUMBERS; }
 
-    // Adds the values of the places from `from` to `to` - 1 of a block to the sums of a query.
+    // Adds the values of places from … to - 1 of a block to the sums of a query.
     [[gnu::noinline]] void add_places(long block, long from, long to, long n, long tile) {
         if (from >= to) return;
         const Seen& s = of(n);

@@ -113,13 +113,13 @@ struct Lane<bfloat16> {
             to[v] = (Vec)_mm512_unpacklo_epi16(a, b), to[v + 1] = (Vec)_mm512_unpackhi_epi16(a, b);
         }
     }
-    // Where the sum of number d of the values is in their sums.
+    // The index in a query's sums of the sum for number d of the values.
     static long sum_of(long d) { return d / 32 * 32 + d / 4 % 2 * 16 + d % 32 / 8 * 4 + d % 4; }
 };
 #endif
 
-// The scores of N queries for V vectors of places. keys: [lanes, PLACES]. scale: for queries in
-// pairs, which are not scaled before the product, because bfloat16 would round them.
+// The scores of N queries for V vectors of places. keys: [lanes, PLACES]. scale: multiplies the scores of queries in bfloat16; float32
+// queries are scaled before the product, but scaled bfloat16 queries would be rounded.
 template <class C, int N, int V>
 inline void score_tile(const uint32_t* queries, long lanes, const float* keys, float scale, float* scores, Ahead& ahead) {
     Vec sums[N][V];
@@ -261,7 +261,7 @@ struct Transposed {
         }
     }
 
-    // Transposes LANES rows of `count` floats, which may be several numbers each: calls `write(i, number i of every row)`.
+    // Transposes LANES rows of `count` floats, each of which may hold several numbers: calls `write(i, float i of every row)`.
     template <class Write>
     static void in_fours(const float* from, long stride, long count, Ahead& ahead, Write write) {
         for (long i = 0; i < count; i += 4) {

@@ -55,7 +55,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def compiler() -> str | None:
-    """The C++ compiler's path: of the compiler that CXX names, or without CXX of g++, clang++ or c++. None if it is not found."""
+    """The path of the C++ compiler that CXX names; without CXX, of g++, clang++ or c++. None if no such compiler is found."""
     named = os.environ.get("CXX")
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
@@ -72,7 +72,7 @@ def file_name(variant: str) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Lets one process at a time create `path`. If the file system has locks, the others wait until this process has ended or died."""
+    """Lets one process at a time create `path`. If the file system has locks, other processes wait until this one ends or dies."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ Norm<T> norm_of(const std::optional<Tensor>& weight, const Tensor& x, int64_t wi
     return {data<T>(*weight), float(epsilon), one_added, rounded_first};
 }
 
-// Returns residual + before(x @ matrix.T), and the norm `after` of this sum, or an empty tensor without that norm. residual: [..., H].
+// Returns residual + before(x @ matrix.T), and this sum after the norm `after` (an empty tensor without a norm). residual: [..., H].
 template <class Tensor>
 std::tuple<Tensor, Tensor> linear_to_residual(
     Tensor x, List<Tensor> matrices, List<Tensor> scales, List<Tensor> biases, int64_t digits, Tensor residual,

@@ -1,4 +1,4 @@
-"""Packs matrices of 4 bits in panels of 16 outputs for the CPU kernels (``quantized.h``). A row has scales per group of inputs."""
+"""Packs matrices of 4 bits in panels of 16 outputs for the CPU kernels (``quantized.h``). Scales are per output and group of inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .....common.devices import narrowed
 
-#: Outputs in a panel. A matrix has whole panels.
+#: Outputs in a panel. A matrix must have a multiple of this number of outputs.
 PANEL = 16
 
 
@@ -18,13 +18,13 @@ def takes(outputs: int, group: int) -> bool:
 
 def packed(levels: Tensor) -> Tensor:
     """Packs levels from 0 to 15, ``[out, in]`` uint8, two per byte in the order that the kernels read. Returns ``[out, in / 2]``."""
-    # Of eight inputs, the first byte holds 0 and 2, the next bytes 4 and 6, 1 and 3, 5 and 7.
+    # Of eight inputs, the first byte holds inputs 0 and 2; the next bytes hold 4 and 6, 1 and 3, 5 and 7.
     low, high = levels.view(-1, PANEL, levels.shape[1] // 8, 2, 2, 2).unbind(-2)
     return (low | high << 4).mT.transpose(1, 2).reshape(len(levels), -1)
 
 
 def with_offsets(steps: Tensor, middles: Tensor) -> Tensor:
-    """The scales ``[out, 2, groups]`` in the order that the kernels read, in bfloat16 if that holds the same numbers, else in float32.
+    """The scales ``[out, 2, groups]`` in the order that the kernels read, in bfloat16 if this loses no bits, else in float32.
 
     steps: ``[out, groups]``, each group's step from level to level; middles: ``[out, groups]``, each group's value of level 8.
     """

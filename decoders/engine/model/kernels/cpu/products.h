@@ -135,7 +135,7 @@ inline void add_lanes(const Vec (&sums)[R][N], float* y, long ldy) {
 }
 
 // N rows of x times R outputs of a matrix, from `output` on. FIRST: the weights come from memory, so the weights of the next R outputs are
-// prefetched. They are prefetched by address; in the order of their use, the product would take a fifth longer on a Zen 5.
+// prefetched in the order of their addresses. If they were prefetched in the order of their use, the product would take a fifth longer on a Zen 5.
 template <class S, int R, int N, bool FIRST>
 inline void multiply_dense_tile(const Matrix& matrix, long output, const typename S::Row* x, long ldx, long inputs, float* y, long ldy) {
     using T = typename S::Weight;
@@ -300,8 +300,8 @@ struct TilePanels : Tiles {
 };
 #endif
 
-// Multiplies a block of rows. `parts` is 1 or 2. If it is 2, each row is the sum of two rows of x: the products of the second `rows` rows are
-// added to those of the first. rows * parts is at most MOST_ROWS_AT_ONCE.
+// Multiplies a block of rows. `parts` is 1 or 2. If it is 2, each row is the sum of two rows of x: the products of row `rows` + i are added to
+// the products of row i. rows * parts is at most MOST_ROWS_AT_ONCE.
 template <class T, class Panels>
 void multiply_block(const Panels& panels, long rows, int parts, const Matrix* matrices, int count, T* out, long ldo, int threads) {
     constexpr long WIDE = Panels::WIDE;
