@@ -110,7 +110,7 @@ class AcceptanceRates:
         return declared
 
     def _correction(self, drafter: int) -> float:
-        """The factor that corrects a drafter's declared rates: its number of right tokens, divided by the number that they predict."""
+        """The factor that corrects a drafter's declared rates: number of right tokens, divided by the number that the rates predict."""
         right, expected = self._graded_right.get(drafter, 0.0), self._graded_expected.get(drafter, 0.0)
         return (right + GRADES_WEIGHT) / (expected + GRADES_WEIGHT)
 
@@ -180,7 +180,7 @@ class Proposals:
         return origins
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """Follows `tokens` from the root, as far as they are in the tree. Returns for each of these nodes the bits of its drafters."""
+        """Follows `tokens` from the root, as far as they are in the tree. Returns, for each token found, the bits of its drafters."""
         node, sources = 0, []
         for token in tokens:
             child = self.children[node].get(token)

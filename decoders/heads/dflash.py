@@ -175,7 +175,7 @@ class _BlockConvolution(nn.Module):
 
 
 class _Attention(LlamaAttention):
-    """Attention with a norm on each head's queries and keys. :meth:`remember` stores context tokens without any queries."""
+    """Attention with a norm on each head's queries and keys. :meth:`remember` stores keys and values without queries."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__(config, index)

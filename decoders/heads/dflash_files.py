@@ -139,7 +139,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
     speculators = nested is not None
     transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
     windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
-    # In `speculators` all nodes of a block share one window of context tokens. LlamaConfig has no such window, so the network masks.
+    # In `speculators` all nodes of a block share one window of context tokens. LlamaConfig cannot say so, hence DFlashConfig.windows.
     seen = () if speculators else windows
     layer = of_layer.llama(
         within, num_hidden_layers=count,

@@ -33,7 +33,7 @@ class Eagle3Config:
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs the head reads; None: three, chosen by the target's number of layers.
         norm_before_residual: whether the first layer adds its attention's output to the normed state instead of the state itself.
-        norm_output: whether a slot's output is read by the next slot after the last norm (EAGLE-3.1) instead of before this norm.
+        norm_output: True: the next slot reads a slot's output after the last norm (EAGLE-3.1). False: its output before this norm.
         norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over the concatenated
             layers. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
         mask_token_id: the mask token of a head that drafts all tokens in one pass (P-EAGLE, arXiv:2602.01469); None: tokens are

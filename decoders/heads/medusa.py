@@ -158,7 +158,7 @@ def find_heads(named: str | None, model: PreTrainedModel) -> Path:
 
 
 def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
-    """Raises SettingsError if the hidden size or vocabulary of `heads` differs from the target's. origin: their file or folder."""
+    """Raises SettingsError if the hidden size or vocabulary of `heads` differs from the target's. origin: file or folder of `heads`."""
     config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
     if (config.vocab_size, config.hidden_size) != (vocab, hidden):
         raise SettingsError(

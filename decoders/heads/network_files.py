@@ -33,7 +33,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-#: CONFIG: name of the config file in a network's folder. DEMO: in place of a folder, it selects the network of the demo model.
+#: CONFIG: name of the config file in a network's folder. DEMO: selects the demo model's network in place of a folder.
 CONFIG, DEMO = "config.json", "demo"
 
 #: An integer in a config. ``6.0`` is accepted as an integer; ``"6"`` and ``true`` are errors.

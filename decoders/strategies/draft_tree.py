@@ -294,10 +294,10 @@ def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
 def shape_of(
     strategy: str, tree: str, depth: int, children: int, nodes: int | None, beam: int, context: Context
 ) -> DraftTree:
-    """The tree for a setting: a chain (``"none"``), a fixed shape (``"static"``), or a shape chosen in every step (``"dynamic"``).
+    """The tree for the setting `tree`: ``"none"``: a chain; ``"static"``: a fixed shape; ``"dynamic"``: a shape chosen in every step.
 
     Args:
-        strategy: name of the strategy, for the error.
+        strategy: name of the strategy, for the error message.
         tree: a value of :data:`TreeForm`.
         depth: number of levels of the tree.
         children: greatest number of continuations of a node.
@@ -317,7 +317,7 @@ def shape_of(
 
 
 def depth_bound(depth: int) -> int:
-    """`depth`, rounded up so that there are few values: Dynamo compiles :func:`best_nodes` once for each value."""
+    """`depth`, rounded up to one of few values, because Dynamo compiles :func:`best_nodes` once for each value."""
     return (1 << depth.bit_length()) - 1 | 31
 
 

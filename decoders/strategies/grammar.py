@@ -34,7 +34,7 @@ class Grammar(Strategy):
     needs_grammar = True
 
     def start(self, context: Context) -> Forced:
-        if context.guide is None:  # in a merged strategy: for grammar alone, `generate` requires grammar=
+        if context.guide is None:  # only in a merged strategy: alone, the loop requires grammar=
             raise UnsupportedError("strategy 'grammar' needs grammar=")
         if context.sequences is not None:
             context.guide.expect(context.sequences)

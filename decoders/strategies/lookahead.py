@@ -217,7 +217,7 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         size = window * (ngram - 1)
         per_key = (block.shape[1] + 1 - size) // (ngram - 1)
         last = slice(size - window, size)
-        # The likeliest token replaces a missing chosen token. With logits processors on the host, only accepted nodes have one.
+        # Logits processors on the host choose tokens for accepted nodes only. Other nodes get their likeliest token.
         level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
         columns = torch.cat([nodes[:, :size].unflatten(1, (ngram - 1, window)), level[:, None]], 1)  # [B, N, W]
         # Column 0 counts as the most recent n-gram, because it follows the text itself and not predicted tokens.

@@ -226,7 +226,7 @@ def joined(trees: Sequence[Topology | TreeTensors], tokens: Tensor) -> Topology 
 
 
 def _first(step: Step, mine: range) -> Step:
-    """Returns `step` with the nodes `mine` right after the root. Reads no tensors on the host, as recorded steps require."""
+    """Returns `step` with the nodes `mine` right after the root. The host reads no tensors, so CUDA graphs can record it."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

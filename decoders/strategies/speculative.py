@@ -25,7 +25,7 @@ NEARLY_ALL = 0.98
 
 
 class ShapeSettings(TreeSettings):
-    """The length and the shape of a draft model's drafts."""
+    """The length and the shape of the drafts of a draft model."""
 
     length: int = Field(
         5, ge=1, le=32, description="Number of tokens drafted per step (the papers' K or gamma); for a tree, its depth."
@@ -142,10 +142,10 @@ class Speculative(DraftModelStrategy):
         return context.vocabulary_of(self.draft_model(context))
 
     def _alignment(self, other: OtherVocabulary) -> str:
-        """The alignment in force: ``"tokens"`` or ``"strings"``.
+        """The value of the setting `alignment`, with ``"auto"`` replaced by ``"tokens"`` or ``"strings"``.
 
         Raises:
-            UnsupportedError: the user set ``"strings"`` and a tree.
+            UnsupportedError: the settings are ``alignment="strings"``, which drafts chains only, and a tree.
         """
         s: SpeculativeSettings = self.settings
         if s.alignment == "strings" and s.tree != "none":

@@ -232,7 +232,7 @@ def _grade(length: int, node: DraftedNode) -> int:
     """The grade of a draft token, 3 … 17: three grades for each class of match lengths (1, 2-3, 4-7, 8-15, more).
 
     Within a class, the grade depends on the share of the parent's occurrences that continue with the token. First grade: share below
-    a half. Second: share of at least a half, or a single occurrence. Third: all of several occurrences.
+    a half. Second: share of at least a half, or a single occurrence. Third: all occurrences, if there are several.
     """
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed
