@@ -73,7 +73,7 @@ class Trials:
 
     Attributes:
         count: number of drafts so far.
-        net: mean of the tokens that a draft gains, minus those that plain decoding writes in the draft's time; None before any draft.
+        net: mean of the tokens that a draft gains, minus the tokens that plain decoding writes meanwhile; None before any draft.
         wait: mean number of steps between drafts; 0 while drafts pay.
     """
 

@@ -256,7 +256,7 @@ def save_draft_model(
 
     Args:
         ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary; None: all tokens. A reduced vocabulary needs an `output`.
-        output: ``[D, H]``, the draft model's own output head; None: it uses the target's.
+        output: ``[D, H]``, the draft model's own output head; None: the target's is used.
         dtype: dtype of the written weights.
 
     Raises:

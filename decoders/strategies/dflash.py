@@ -121,8 +121,8 @@ class DFlash(ReadsFeatures):
 class DFlashDrafter(BlockDrafter):
     """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``.
 
-    A block begins at the last token, which the target has not read yet. The keys and values of the next block or window
-    overwrite those of the block.
+    A block begins at the last token, which the target has not read yet. The next block or window overwrites the cache
+    slots of the block.
 
     Without a head, all nodes of a tree level have the same continuations, because the network does not see the tokens chosen for other
     places. Rejection rules stay exact: the draws of a level are independent of draws and acceptances above it.
