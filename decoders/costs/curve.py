@@ -86,7 +86,7 @@ class CostCurve(_Stored):
     points: tuple[CostPoint, ...] = ()
 
     def with_points(self, points: Iterable[CostPoint]) -> CostCurve:
-        """The curve with `points` added, which replace older points of the same :attr:`CostPoint.place`."""
+        """The curve with `points` added. A new point replaces an older point of the same size (:attr:`CostPoint.place`)."""
         merged = {point.place: point for point in (*self.points, *points)}
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 

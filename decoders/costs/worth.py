@@ -178,7 +178,7 @@ class DraftWorth:
             rate, best = reached, count
 
     def observe(self, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
-        """Learns whether a step's draft was worth its time. Call it before :meth:`StepCosts.observe`.
+        """Updates the mean time and the mean gain of drafts after a step. Call it before :meth:`StepCosts.observe`.
 
         Args:
             seconds: duration of the step's forward pass, verification and commit.

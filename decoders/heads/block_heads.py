@@ -125,12 +125,12 @@ class BlockHead(nn.Module, ABC):
             begun: the result of :meth:`begin`.
             tokens: ``[B, Q]``, the nodes' tokens, which were chosen for the previous place. For place 0, the rows' last committed
                 tokens.
-            above: ``[B, Q, S]``, the head's states at the nodes' parents; None for place 0, and if :attr:`HeadScores.state` is None.
+            above: ``[B, Q, S]``, the head's states at the nodes' parents; None for place 0, and for heads without a state.
         """
 
     @staticmethod
     def only(candidates: Tensor, scores: Tensor, size: int) -> Tensor:
-        """Spreads the `scores` ``[B, Q, C]`` of `candidates` ``[B, C]`` over all tokens: ``[B, Q, D]``, ``-inf`` for other tokens."""
+        """Scores of all tokens, ``[B, Q, D]``: the `scores` ``[B, Q, C]`` of `candidates` ``[B, C]``, and ``-inf`` for other tokens."""
         index = candidates[:, None].expand(-1, scores.shape[1], -1)
         return scores.new_full((*scores.shape[:2], size), float("-inf")).scatter(2, index, scores)
 

@@ -109,10 +109,10 @@ class _Index(FileConfig):
 
 
 def find_draft_model(named: str | None, config: Any) -> Path:
-    """The folder of the draft model for a target with this `config`: `named`, or else ``dflash`` beside the target's own files.
+    """The folder of the draft model for a target with this `config`: `named`, or else the target's subfolder ``dflash``.
 
     Raises:
-        UnsupportedError: no folder is named, and the target's folder has no folder ``dflash``.
+        UnsupportedError: no folder is named, and the target's folder has no subfolder ``dflash``.
     """
     return find_network(named, config, "dflash", "a draft model", "draft_model", "`decoders train dflash` makes one")
 

@@ -49,10 +49,10 @@ class Eagle3Files:
 
 
 def find_head(named: str | None, config: Any) -> Path:
-    """The folder of the head for a target with this `config`: `named`, or else ``eagle3`` beside the target's own files.
+    """The folder of the head for a target with this `config`: `named`, or else the target's subfolder ``eagle3``.
 
     Raises:
-        UnsupportedError: no folder is named, and the target's folder has no folder ``eagle3``.
+        UnsupportedError: no folder is named, and the target's folder has no subfolder ``eagle3``.
     """
     return find_network(named, config, "eagle3", "a head", "head", "`decoders train eagle3` makes one")
 
@@ -238,7 +238,7 @@ def read_vocabulary(
 
     Raises:
         SettingsError: a reduced vocabulary has no table, or the tables' token count is not `drafted`.
-        UnsupportedError: a table is wrong.
+        UnsupportedError: the tables have another shape, disagree, are empty, or name a token that the target lacks.
     """
     if d2t is None and t2d is None and drafted != size:
         raise SettingsError(f"{place} has a reduced vocabulary, but neither d2t nor t2d lists its tokens")
@@ -264,7 +264,7 @@ def save_head(
     head: Eagle3Head, ids: Tensor | None, folder: Path, model: PreTrainedModel, depth: int, form: Format = "speculators",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """Writes a head for the target `model`.
+    """Writes config and weights of a head that drafts for `model`.
 
     Each file is written atomically, the config last, because a folder with a config is taken for a complete head. No embedding is
     written: this package, vLLM and the authors' code use the target's.

@@ -145,11 +145,11 @@ def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: 
 
 
 def find_heads(named: str | None, model: PreTrainedModel) -> Path:
-    """The folder of the heads for the target `model`: `named`, or else ``medusa`` beside the target's own files.
+    """The folder of the heads for the target `model`: `named`, or else the target's subfolder ``medusa``.
 
     Raises:
         SettingsError: there is no folder `named`.
-        UnsupportedError: no folder is named, and the target's folder has no folder ``medusa``.
+        UnsupportedError: no folder is named, and the target's folder has no subfolder ``medusa``.
     """
     folder = find_network(named, model.config, "medusa", "heads", "heads", "`decoders train medusa` makes one")
     if not folder.exists():

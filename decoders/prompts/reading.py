@@ -38,7 +38,7 @@ def instructions(kind: str) -> Texts:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """The tokens of a prompt. Messages are rendered by the chat template; if the tokenizer has none, they are joined (:func:`bare`).
+    """The tokens of a prompt. The chat template renders messages. Without a template, messages are joined (:func:`bare`).
 
     Raises:
         SettingsError: `content` is neither a text nor messages, or has no tokens.

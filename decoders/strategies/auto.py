@@ -22,7 +22,7 @@ from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_p
 from .auto_plan import AutoState, Memory, Plan
 from .merged import union
 
-#: Weight of the newest step in two moving means: tokens per step and seconds per step. Their ratio is the present rate.
+#: Weight of the newest step in two moving means: tokens per step and seconds per step. The ratio of both means is the present rate.
 RATE_WEIGHT = 1 / 32
 
 

@@ -79,7 +79,7 @@ class LookaheadState:
 
     Attributes:
         block: ``[B, (W + G)(N - 1) - 1]`` int64, tokens of the next draft: the window without the root, then the candidates.
-        pool: ``[B, N + 1, C]`` int64: ``C`` n-grams. Each has ``N`` tokens and a rank among the n-grams that begin with the same
+        pool: ``[B, N + 1, C]`` int64: ``C`` n-grams. Each n-gram has ``N`` tokens and a rank among the n-grams that begin with the same
             token. See :func:`make_pool`.
         advance: the compiled function that updates the state after a step, from :func:`advance_for`.
         shape: the block's shape.

@@ -178,7 +178,7 @@ class Threshold(DraftModelStrategy):
                 if not bool((reached >= floor).any()):
                     break
             elif len(products) == look:
-                # The host's only read of this draft. If a row continues, all rows draft up to the next bucket without another read.
+                # The host reads only here. If a row continues, all rows draft up to the next bucket without another read.
                 needed = int(self._kept(torch.stack(products, 1), floor).sum(1).max())
                 going = bool((reached >= floor).any())
                 last = min(2 * len(products), state.length) if going else len(products)
