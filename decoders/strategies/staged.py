@@ -169,7 +169,7 @@ def collect(
 
 
 def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the likeliest nodes of a path and its leaves, at most `nodes`. Returns tokens, weights and tree as :func:`best_nodes` does.
+    """Selects the likeliest nodes of a path and its leaves, at most `nodes`. Returns the same values as :func:`best_nodes`.
 
     Args:
         path: ``[B, L]``, the path's tokens, -1 after its end.
