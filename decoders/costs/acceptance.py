@@ -1,4 +1,4 @@
-"""Acceptance rates of draft tokens, by drafter and by place in the draft. A set of drafters is an integer with a bit per drafter.
+"""Acceptance rates of draft tokens, by drafter, depth, rank and grade. A set of drafters is an integer with one bit per drafter.
 
 A row writes the same tokens whatever its drafts are. So every draft, verified or not, is compared with these tokens. Trying a drafter
 costs drafting time, but no forward pass.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-#: Each judged draft token multiplies the weights of earlier tokens of its :data:`Kind` by `KEEP`, so a weight halves in about four
-#: tokens. At the greatest depth the factor is `KEEP_DEEPEST`: there many tokens are judged at once, and only if all before were right.
+#: Each judged draft token (compared with the output) multiplies the weights of earlier tokens of its :data:`Kind` by `KEEP`: a weight
+#: halves in about four tokens. From depth `DEEPEST` on the factor is `KEEP_DEEPEST`: there one draft can have many tokens of a kind.
 KEEP, KEEP_DEEPEST = 0.85, 0.98
 #: The prior acceptance rate of a first token, ``PRIOR``, weighs as much as ``PRIOR_WEIGHT`` judged tokens. A low prior does no harm,
 #: because judging drafts is free.
@@ -22,12 +22,14 @@ GRADES_WEIGHT = 4.0
 #: Weight of the newest step in a row's outlook (:attr:`Follower.outlook`).
 OUTLOOK_WEIGHT = 1 / 8
 
-#: A node is verified if its expected tokens are at least this many times its price in tokens. The margin is needed, because the
-#: probabilities of nodes that seem to pay are overestimates on average.
+#: A node is verified if the number of tokens that it is expected to add is at least CAUTION times the number of tokens that the call
+#: writes in the time of verifying a node. The margin is needed, because nodes with too high estimates are more likely to be
+#: chosen.
 CAUTION = 1.15
 
-#: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a
-#: drafter's confidence; -1: any). The negative of a drafter's bit stands for all its tokens, also if others propose them too.
+#: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a number
+#: that a drafter gives a token to say how sure it is). Instead of the bits, the negative of one drafter's bit means: all tokens of this
+#: drafter, whether or not other drafters propose them too. The grade WHICHEVER means: tokens of all grades.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
@@ -37,8 +39,8 @@ class AcceptanceRates:
 
     Args:
         common: the rates of all rows, used as the prior of one row's rates; None if this object holds the rates of all rows.
-        grade_rates: the rates that each drafter declares (:attr:`Strategy.grade_rates`), by the drafter's bit. They are the prior of
-            grades not seen yet, scaled by the ratio of observed to declared rates of the drafter's graded tokens.
+        grade_rates: for each drafter's bit, the usual acceptance rate of its tokens by grade (:attr:`Strategy.grade_rates`). The prior
+            of a graded token is this rate, times the number of right tokens so far divided by the number expected from these rates.
     """
 
     def __init__(
@@ -48,15 +50,15 @@ class AcceptanceRates:
         self.grade_rates = dict(grade_rates or {})
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
-        self._graded_right: dict[int, float] = {}  # by drafter: number of graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # by drafter: right tokens expected by its declared rates
+        self._graded_right: dict[int, float] = {}  # for each drafter: number of its graded tokens that were right
+        self._graded_expected: dict[int, float] = {}  # for each drafter: sum of the declared rates of these tokens
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
-        """The probability that a draft token is right if its parent is right. sources: bits of the drafters that propose it."""
+        """The probability that a draft token is right if its parent is right. sources: bits of the drafters that propose the token."""
         return self._rate((sources, min(depth, DEEPEST), min(rank, LOWEST_RANK), grade))
 
     def rate_of(self, drafter: int, depth: int) -> float:
-        """The :meth:`rate` of a drafter's best token at `depth`, also if others propose it too. drafter: the drafter's bit."""
+        """The acceptance rate of a drafter's best token at `depth`, also if other drafters propose it. drafter: the drafter's bit."""
         return self._rate((-drafter, min(depth, DEEPEST), 0, WHICHEVER))
 
     def learn(self, sources: int, depth: int, rank: int, grade: int, right: bool) -> None:
@@ -87,7 +89,7 @@ class AcceptanceRates:
             return self.common._rate(kind)
         sources, depth, rank, grade = kind
         if grade != WHICHEVER:
-            declared = [rate * self._holds(drafter) for drafter, rate in self._declared(sources, rank, grade)]
+            declared = [rate * self._correction(drafter) for drafter, rate in self._declared(sources, rank, grade)]
             return min(max(declared), 1.0) if declared else self._rate((sources, depth, rank, WHICHEVER))
         if depth > 1:
             return self._rate((sources, depth - 1, rank, WHICHEVER))
@@ -99,7 +101,7 @@ class AcceptanceRates:
         return PRIOR if len(single) == 1 else max(self._rate((source, depth, rank, WHICHEVER)) for source in single)
 
     def _declared(self, sources: int, rank: int, grade: int) -> list[tuple[int, float]]:
-        """Pairs ``(drafter, rate)`` for the drafters in `sources` that declare a rate for this grade, adjusted to the rank."""
+        """Pairs ``(drafter, rate)`` for the drafters in `sources` that declare a rate for this grade. The rate falls with `rank`."""
         declared = []
         for drafter, rates in self.grade_rates.items():
             if sources & drafter and 0 <= grade < len(rates):
@@ -107,8 +109,8 @@ class AcceptanceRates:
                 declared.append((drafter, min(rate, (1 - rate) / 2 ** (rank + 1)) if rank else rate))
         return declared
 
-    def _holds(self, drafter: int) -> float:
-        """The ratio of a drafter's observed rates to its declared rates."""
+    def _correction(self, drafter: int) -> float:
+        """The factor that corrects a drafter's declared rates: number of right tokens, divided by the number that the rates predict."""
         right, expected = self._graded_right.get(drafter, 0.0), self._graded_expected.get(drafter, 0.0)
         return (right + GRADES_WEIGHT) / (expected + GRADES_WEIGHT)
 
@@ -121,7 +123,7 @@ class Proposals:
         parents, depths: parents and depths of the nodes.
         sources: bits of the drafters that propose the node.
         ranks: the best rank that a drafter gives the node among the node's siblings; 0 is the first.
-        grades: the greatest grade that a drafter gives the node.
+        grades: the greatest grade (:data:`Kind`) that a drafter gives the node; -1 if no drafter grades it.
         children: the node's children: token → the child's index.
     """
 
@@ -142,12 +144,12 @@ class Proposals:
 
         Args:
             source: the drafter's bit.
-            tokens: tokens of nodes 1, 2, …; -1: no token, so the branch ends before this node.
+            tokens: tokens of the drafter's nodes 1, 2, …; -1 if the branch has ended before this node.
             parents: parents of nodes 0, 1, 2, …
-            grades: grades of nodes 1, 2, …, 0 or more.
+            grades: for nodes 1, 2, …, how sure the drafter is: integers, 0 or more.
 
         Returns:
-            a dict from each node of the merged tree that this drafter proposes to the first index in `tokens` that became this node.
+            for each node of the merged tree that this drafter proposes, the first index of the node's token in `tokens`.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}
@@ -178,7 +180,7 @@ class Proposals:
         return origins
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The sources of the nodes along `tokens`, up to the first token that is not in the tree."""
+        """Follows `tokens` from the root, as far as they are in the tree. Returns, for each token found, the bits of its drafters."""
         node, sources = 0, []
         for token in tokens:
             child = self.children[node].get(token)
@@ -212,7 +214,7 @@ class Proposals:
 
 
 class Follower:
-    """Judges proposals by the tokens that a row writes, and updates `rates`.
+    """Compares the proposals for a row with the tokens that the row writes, and updates `rates`, the row's acceptance rates.
 
     Attributes:
         outlook: running mean of the expected number of right draft tokens per step.
@@ -225,7 +227,7 @@ class Follower:
         self._open: list[tuple[Proposals, int]] = []
 
     def write(self, token: int) -> int:
-        """Judges the proposals by the row's next token. Returns the bits of the drafters that proposed this token."""
+        """Compares the proposals with the row's next token. Returns the bits of the drafters that proposed this token."""
         still, right = [], 0
         for proposals, node in self._open:
             children = proposals.children[node]
@@ -241,22 +243,22 @@ class Follower:
         return right
 
     def expect(self, tokens: float) -> None:
-        """Updates the outlook. tokens: expected number of right draft tokens in this step."""
+        """Updates :attr:`outlook`. tokens: expected number of right draft tokens in this step."""
         self._expected += 1
         self.outlook += max(OUTLOOK_WEIGHT, 1 / self._expected) * (tokens - self.outlook)
 
     def follow(self, proposals: Proposals) -> None:
-        """Starts to judge `proposals` by the row's next tokens. The proposals must continue the row's current text."""
+        """Starts to compare `proposals` with the row's next tokens. The proposals must continue the row's current text."""
         if len(proposals) > 1:
             self._open.append((proposals, 0))
 
 
-#: If a row needs this share of steps less than the longest row, it is e times less likely to end last.
+#: A row that needs this share fewer steps than the longest row is e times less likely to finish last than the longest row.
 LAST_ROW_SPREAD = 1 / 8
 
 
 def row_weights(tokens: Sequence[int], outlooks: Sequence[float]) -> list[float]:
-    """The value of a token in each row, 1 on average: proportional to the probability that the row is the last to end the call.
+    """The weight of each row's tokens, 1 on average: proportional to the probability that the row finishes last and so ends the call.
 
     Args:
         tokens: number of tokens that each row may still write.

@@ -1,4 +1,4 @@
-"""Cost curves: measured seconds of a step by nodes (root and drafts), rows, context and tier (compiled or not), and their files."""
+"""Cost curves: measured seconds of a step by its number of nodes, rows and context tokens. Reads and writes their files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Subject(_Stored):
     Attributes:
         model: class and sizes of the model; weights do not matter.
         dtype: dtype of the weights.
-        quantization: quantization, inexact products and tensor parallelism, in words; "" without them.
+        quantization: description of quantization, inexact matrix products and tensor parallelism; "" if the model has none of these.
         device: name of the GPU; or name and instruction set of the processor, and the variant of the CPU kernels.
         threads: number of torch's intra-op threads; 0 on a GPU.
         attention: what computes attention: "sdpa", or the kernels "triton" or "cpu".
@@ -68,7 +68,7 @@ class CostPoint(_Stored):
 
     @property
     def place(self) -> tuple[int, int, int, bool]:
-        """Rows, context, nodes and compiled: the key of the point."""
+        """The size of the step: rows, context, nodes and compiled."""
         return self.rows, self.context, self.nodes, self.compiled
 
 
@@ -78,7 +78,7 @@ class CostCurve(_Stored):
     Attributes:
         version: version of the file format.
         subject: model, machine and versions of the measurement.
-        points: sorted by :attr:`CostPoint.place`, each place once.
+        points: one point for each size, sorted by :attr:`CostPoint.place`.
     """
 
     version: int = Field(default=VERSION, ge=VERSION, le=VERSION)
@@ -86,20 +86,20 @@ class CostCurve(_Stored):
     points: tuple[CostPoint, ...] = ()
 
     def with_points(self, points: Iterable[CostPoint]) -> CostCurve:
-        """The curve with `points` added, which replace older points of the same :attr:`CostPoint.place`."""
+        """The curve with `points` added. A new point replaces an older point of the same size (:attr:`CostPoint.place`)."""
         merged = {point.place: point for point in (*self.points, *points)}
         return self.model_copy(update={"points": tuple(merged[place] for place in sorted(merged))})
 
     def context_near(self, rows: int, context: int, compiled: bool) -> int | None:
-        """The measured context nearest to `context` for this number of rows and this tier; None if there is none."""
+        """The context nearest to `context` among the points with these `rows` and `compiled`; None if there are no such points."""
         measured = {point.context for point in self.points if (point.rows, point.compiled) == (rows, compiled)}
         return min(measured, key=lambda length: (abs(length - context), length), default=None)
 
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
         """Expected seconds of a step. Interpolates linearly between measured nodes and contexts, and extrapolates beyond the largest.
 
-        If `rows` was not measured, uses the nearest measured number of rows, at the same total of nodes. If the tier was not measured,
-        uses the other tier.
+        If `rows` was not measured, uses the nearest measured number of rows, with the same number of nodes of all rows together. If
+        only compiled steps were measured, or only uncompiled steps, these points are used for both.
 
         Raises:
             ValueError: the curve has no points.
@@ -115,11 +115,11 @@ class CostCurve(_Stored):
         return interpolated(by_length, context)
 
     def most_nodes(self, rows: int, compiled: bool) -> int:
-        """The largest number of nodes per row for which :meth:`seconds` does not extrapolate. Raises ValueError without points."""
+        """The largest measured number of nodes, converted to nodes per row for `rows` rows. Raises ValueError without points."""
         return max(max(p.nodes * p.rows // rows for p in self._nearest(rows, compiled)), 1)
 
     def _nearest(self, rows: int, compiled: bool) -> list[CostPoint]:
-        """The points at the measured number of rows nearest to `rows`; points of the other tier if this tier has none."""
+        """The points at the measured number of rows nearest to `rows`: only points with this `compiled`, if there are any."""
         points = [p for p in self.points if p.compiled == compiled] or list(self.points)
         if not points:
             raise ValueError("this cost curve holds no points: measure some with decoders.calibrate")
@@ -128,8 +128,8 @@ class CostCurve(_Stored):
 
 
 def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolates linearly between points ``(x, y)``, which are sorted by x. Returns the first y below the first point. Extrapolates
-    beyond the last point, but to no less than the last y.
+    """Interpolates linearly between points ``(x, y)``, which are sorted by x. To the left of all points,
+    returns the y of the first point. To the right of all points, extrapolates, but to no less than the y of the last point.
     """
     if len(line) == 1 or x <= line[0][0]:
         return line[0][1]
@@ -153,7 +153,7 @@ def path_of(folder: Path, subject: Subject) -> Path:
 
 
 def read(folder: Path, subject: Subject) -> CostCurve | None:
-    """The stored curve of `subject`; None if there is no file of this format version, or (with a warning) if it is damaged."""
+    """The stored curve of `subject`; None if there is no file of this format version, or (with a warning) if the file is damaged."""
     path = path_of(folder, subject)
     try:
         text = path.read_text(encoding="utf-8")
@@ -168,7 +168,7 @@ def read(folder: Path, subject: Subject) -> CostCurve | None:
             return None
         curve = CostCurve.model_validate(content)
         if curve.subject != subject:
-            raise ValueError("it belongs to another model or machine")
+            raise ValueError("the file belongs to another model or machine")
     except (ValueError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         warnings.warn(f"the measured costs in {path} are damaged and are measured again: {reason}", stacklevel=2)

@@ -6,33 +6,34 @@ from collections.abc import Callable
 
 from .curve import CostCurve
 
-#: Weights of a new step in running means of the ratio of observed to expected seconds. `QUICK` is for the mean over all sizes. `SLOW`
-#: is the least weight for the mean of the step's own size.
+#: Weights of a new step in running means of the ratio of observed to expected seconds. `QUICK` is the weight in the mean of all steps.
+#: `SLOW` is the least weight in the mean of the steps with the same number of nodes.
 QUICK, SLOW = 1 / 8, 1 / 32
-#: The curve weighs as much as this many observed steps of a size.
+#: In the mean of the steps with the same number of nodes, the curve counts as TRUST observed steps.
 TRUST = 8
 #: Ratios of observed to expected seconds are clipped to this factor, up and down.
 OUTLIER = 3.0
 
-#: Nodes of a block → (mean ratio of observed to expected seconds, relative to the ratio of all sizes; number of steps).
+#: For each number of nodes of a block: the mean ratio of observed to expected seconds, divided by the mean ratio of all steps, and the
+#: number of observed steps.
 SizeRatios = dict[int, tuple[float, int]]
-KNOWN = (1.0, 0)
+UNSEEN = (1.0, 0)
 
 
 class StepLine:
-    """A straight line fitted to observed steps: seconds by the number of nodes of all rows. Recent steps weigh more.
+    """A straight line fitted to observed steps: seconds as a function of the number of nodes of all rows. Recent steps weigh more.
 
     Compiled and uncompiled steps differ in cost, so a change between them resets the line.
     """
 
-    #: Every new step multiplies the weights of earlier steps by this.
+    #: Every new step multiplies the weights of earlier steps by DECAY.
     DECAY = 0.97
     #: The assumed cost of a node, relative to a step's fixed cost, before steps of several sizes were observed.
     GUESS = 0.03
-    #: Number of steps from trial to trial, before and after steps of several sizes were observed. In a trial, a step is chosen as if
-    #: nodes cost less. If all steps so far had a draft of the same size, steps without a draft are tried, too.
+    #: A line needs steps of several sizes. So one of TRIAL steps is a trial, in which nodes are assumed to cost less than estimated. If
+    #: all steps so far had drafts, another trial has no draft. Once there is a line, one of LATER_TRIAL steps is a trial.
     TRIAL, LATER_TRIAL = 4, 128
-    #: In a trial, a node's assumed cost is the estimate divided by this.
+    #: In a trial, the estimated cost of a node is divided by HOPE.
     HOPE = 4
 
     def __init__(self) -> None:
@@ -60,9 +61,9 @@ class StepLine:
         return None if line is None else line[0] + line[1] * nodes
 
     def estimate(self, plain: int) -> tuple[float, float]:
-        """Returns a step's fixed cost and a node's cost, in an arbitrary unit. In a trial they are wrong on purpose.
+        """Returns a step's fixed cost and a node's cost; only their ratio matters. In a trial (:attr:`TRIAL`) it is wrong on purpose.
 
-        plain: number of nodes of a step without a draft.
+        plain: number of nodes of all rows in a step without a draft.
         """
         line, trial = self._line(), self.LATER_TRIAL
         if line is None:
@@ -86,28 +87,29 @@ class StepLine:
 
 
 class StepCosts:
-    """Expected seconds of a verification step of a batch, by number of nodes per row. The loop reports every step to it.
+    """Estimates the seconds of a verification step of a batch from its number of nodes per row, and learns from every observed step.
 
     Args:
-        curve: a curve with points; None uses `line`.
+        curve: a measured curve with points; None: the estimates come from `line`.
         rows: number of rows of the batch.
         context: number of tokens per row at the start.
         size: maps the number of nodes of a draft, root included, to the number of nodes of its padded block.
-        ratios: returns, for a context, each tier's ratios of observed to expected seconds in earlier calls; they are updated in place.
-        line: the line that earlier calls fitted without a curve; it is updated in place.
-        like: costs of the same batch with other rows; their ratio of observed to expected seconds is kept.
+        ratios: for a context, returns the ratios of observed to expected seconds from earlier calls: a dict for compiled steps and a
+            dict for uncompiled steps (keys True and False). The dicts are updated in place.
+        line: the line that earlier calls fitted, for calls without a curve; updated in place.
+        former: costs of the same batch before rows joined or left, whose ratio of observed to expected seconds is carried over.
     """
 
     def __init__(
         self, curve: CostCurve | None, rows: int, context: int, size: Callable[[int], int] = lambda nodes: nodes,
         ratios: Callable[[int], dict[bool, SizeRatios]] | None = None, line: StepLine | None = None,
-        like: StepCosts | None = None,
+        former: StepCosts | None = None,
     ) -> None:  # fmt: skip
         self.curve, self.rows, self.size = curve, rows, size
         self.context = max(context, 1)
         self.compiled, self._scale, self.observed = False, 1.0, 0
-        if like is not None and like.curve is not None:
-            self.compiled, self._scale, self.observed = like.compiled, like._scale, like.observed
+        if former is not None and former.curve is not None:
+            self.compiled, self._scale, self.observed = former.compiled, former._scale, former.observed
         own: dict[bool, SizeRatios] = {}
         self._ratios = ratios or (lambda context: own)
         self._line = line or StepLine()
@@ -115,23 +117,23 @@ class StepCosts:
 
     @property
     def known(self) -> bool:
-        """Whether there is a curve, or steps of several sizes were observed."""
+        """Whether :meth:`step` has an estimate: from a curve, or from observed steps of several sizes."""
         return self.curve is not None or self._line.step(self.rows) is not None
 
     def step(self, nodes: int) -> float:
         """Expected seconds of a step. nodes: number of the draft's nodes, root included. Raises ValueError unless :attr:`known`."""
         size = self.size(nodes)
         if self.curve is not None:
-            return self._of_curve(self.curve, size) * self._scale * self._of_size.get(size, KNOWN)[0]
+            return self._of_curve(self.curve, size) * self._scale * self._of_size.get(size, UNSEEN)[0]
         seconds = self._line.step(self.rows * size)
         if seconds is None:
-            raise ValueError("no steps of several sizes were seen yet")
+            raise ValueError("no estimate yet: observe steps of several sizes, or check `known` first")
         return seconds
 
     def to_weigh(self) -> Callable[[int], float]:
-        """A function like :meth:`step`, in an arbitrary unit, to choose the number of nodes of one draft.
+        """Returns a function from a number of nodes to a step's cost, for choosing a draft's nodes. Only ratios of costs matter.
 
-        Without a curve it is sometimes wrong on purpose (a trial), so that steps of several sizes are observed.
+        Without a curve, some costs are wrong on purpose (:attr:`StepLine.TRIAL`), so that steps of several sizes are observed.
         """
         if self.curve is not None:
             return self.step
@@ -145,7 +147,7 @@ class StepCosts:
     def affordable(self, share: float) -> int:
         """The greatest number of nodes whose step costs at most ``1 + share`` times the step without a draft.
 
-        At most 256, and with a curve at most twice the largest measured number, because inaccurate timings may extrapolate too far.
+        At most 256, and with a curve at most twice the largest measured number of nodes: extrapolated timings may be far off.
         """
         limit, best, most = (1 + share) * self.step(1), 1, 256
         if self.curve is not None:
@@ -155,7 +157,7 @@ class StepCosts:
         return best
 
     def observe(self, nodes: int, seconds: float, context: int, compiled: bool) -> None:
-        """Updates the estimates by an observed step.
+        """Updates the estimates with an observed step.
 
         Args:
             nodes: number of nodes per row of the padded block.
@@ -172,12 +174,12 @@ class StepCosts:
             known = self._of_size if compiled == self.compiled else {}
             self.compiled, self.context = compiled, context
             self._expected.clear()
-            if not self._of_size:  # no observed step had a context like this: start with the last context's ratios
+            if not self._of_size:  # no step at such a context was observed: start with the last context's ratios
                 self._of_size.update({size: (ratio, 0) for size, (ratio, _) in known.items()})
-        own, steps = self._of_size.get(nodes, KNOWN)
+        own, steps = self._of_size.get(nodes, UNSEEN)
         expected = self._of_curve(self.curve, nodes) * own
         if self.observed == 1:
-            self._scale = seconds / expected  # the ratio also reflects the machine's load and the sampling plan
+            self._scale = seconds / expected  # the machine's load and the sampling settings change this ratio, too
         ratio = min(max(seconds / expected / self._scale, 1 / OUTLIER), OUTLIER)
         self._scale *= 1 + QUICK * (ratio - 1)
         self._of_size[nodes] = own * (1 + max(SLOW, 1 / (TRUST + steps)) * (ratio - 1)), steps + 1

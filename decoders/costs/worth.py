@@ -19,10 +19,10 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
     Args:
         costs: :attr:`Context.costs`, which returns None if nothing was measured.
-        chosen: the user's choice; returned unless None.
-        otherwise: returned if nothing was measured.
-        most: upper bound of a result from costs. Such a result is a power of two, at least 4, so that calls of different lengths
-            share graphs.
+        chosen: the user's setting; returned unless None.
+        otherwise: the result if nothing was measured.
+        most: upper bound of a result computed from costs. A computed result is a power of two, at least 4, so that calls at different
+            context lengths use the same compiled graphs.
     """
     if chosen is not None:
         return chosen
@@ -33,21 +33,21 @@ def node_budget(costs: Callable[[], StepCosts | None], chosen: int | None, other
 
 
 def draft_budget(costs: Callable[[], StepCosts | None], chosen: int | None, otherwise: int, most: int = 255) -> int:
-    """The greatest number of draft tokens of a block: :func:`node_budget`, with result and arguments that do not count the root."""
+    """The greatest number of draft tokens of a block: as :func:`node_budget`, but no argument and no result counts the root."""
     return node_budget(costs, None if chosen is None else chosen + 1, otherwise + 1, most + 1) - 1
 
 
 def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: float) -> tuple[int, float, float]:
-    """How many draft tokens to verify, from the first on. Maximizes the expected gain minus the price of the added time.
+    """Chooses how many draft tokens to verify, beginning with the first: maximizes the expected gain minus the price of the added time.
 
     Args:
-        gains: per draft token, the expected number of new tokens that it adds, summed over all rows.
-        seconds: seconds of a step by number of nodes per row, root included.
-        price: number of tokens that an added second must bring: the current tokens per second (Dinkelbach 1967, on maximal ratios)
-            times a factor of caution.
+        gains: for each draft token, the expected number of new tokens that it adds, summed over all rows.
+        seconds: maps a number of nodes per row, root included, to the seconds of a step.
+        price: number of new tokens for which one more second is worth spending: the current tokens per second (Dinkelbach 1967, on
+            maximal ratios) times :data:`CAUTION`.
 
     Returns:
-        the number, its expected gain in tokens, and this gain minus the price of the time.
+        the number of draft tokens to verify, their expected gain in tokens, and this gain minus the price of the added time.
     """
     plain = seconds(1)
     count, gain, worth, total = 0, 0.0, 0.0, 0.0
@@ -59,11 +59,11 @@ def worthwhile(gains: Sequence[float], seconds: Callable[[int], float], price: f
     return count, gain, worth
 
 
-#: Share of a call's time for trying a drafter whose drafts do not pay: if there are several drafters, and if it is the only one.
+#: Share of a call's time for trying a drafter whose drafts do not pay: TRYING if the call has several drafters, else TRYING_ALONE.
 TRYING, TRYING_ALONE = 0.005, 0.02
 #: Weight of the newest draft in the mean net gain.
 TRIAL_WEIGHT = 1 / 8
-#: Golden ratio: its first n multiples modulo one are spread evenly, for any n.
+#: Golden ratio. Its multiples modulo one, which are spread evenly between 0 and 1, vary the waits between drafts.
 GOLDEN = 0.6180339887498949
 
 
@@ -73,7 +73,7 @@ class Trials:
 
     Attributes:
         count: number of drafts so far.
-        net: mean gain of a draft minus its price, in tokens; None before the first draft.
+        net: mean of the tokens that a draft gains, minus the tokens that plain decoding writes meanwhile; None before any draft.
         wait: mean number of steps between drafts; 0 while drafts pay.
     """
 
@@ -82,7 +82,7 @@ class Trials:
     wait: int = 0
 
     def due(self, waited: int, most: int) -> bool:
-        """Whether to call the drafter in this step. Waits vary, because equal waits would always try the same place of a periodic text.
+        """Whether to call the drafter in this step. Waits vary: with equal waits all drafts could fall on one place of a periodic text.
 
         Args:
             waited: number of steps since the last draft.
@@ -92,32 +92,32 @@ class Trials:
 
     @property
     def pays(self) -> bool:
-        """Whether drafts now gain more than their price."""
+        """Whether recent drafts gained more tokens than they cost."""
         return self.net is not None and not self.wait
 
     def judge(self, net: float, longest: int) -> None:
-        """Updates `net` and `wait`. net: a draft's gain minus its price, in tokens; longest: upper bound of the mean wait, in steps."""
+        """Updates the attributes after a draft. net: the draft's gain, as in :attr:`net`; longest: greatest `wait`, in steps."""
         self.count += 1
         self.net = net if self.net is None else self.net + TRIAL_WEIGHT * (net - self.net)
         self.wait = 0 if net > 0 or self.net > 0 else min(max(2 * self.wait, 1), longest)
 
 
 def affordable(share: float, longest: int, trying: float = TRYING) -> int:
-    """How many steps to wait between drafts, so that drafting takes the share `trying` of the time; at most `longest`.
+    """The number of steps to wait between drafts so that drafting takes the share `trying` of the time; at most `longest`.
 
     share: duration of a draft relative to a step.
     """
     return min(math.ceil(share / trying), longest)
 
 
-def mean_seconds(known: float | None, seconds: float, weight: float) -> float:
-    """Returns the running mean `known` (None or 0 before the first measurement), updated by the measurement `seconds`. A measurement
+def mean_seconds(mean: float | None, seconds: float, weight: float) -> float:
+    """Returns the running `mean` (None or 0 before the first measurement), updated with the measurement `seconds`. A measurement
     counts as at most four times the mean, because a longer duration is an interruption.
     """
-    return seconds if not known else known + weight * (min(seconds, 4 * known) - known)
+    return seconds if not mean else mean + weight * (min(seconds, 4 * mean) - mean)
 
 
-#: The bit that stands for the only drafter (:mod:`.acceptance`).
+#: The drafter's bit in bit masks of drafters (:mod:`.acceptance`). :class:`DraftWorth` has only one drafter.
 SOURCE = 1
 #: Upper bound of the mean number of steps between two drafts.
 LONGEST_WAIT = 64
@@ -126,14 +126,15 @@ DRAFT_WEIGHT = 1 / 8
 
 
 class DraftWorth:
-    """Decides how many nodes of a draft, from the first on, are worth their time in a step.
+    """Decides how many tokens of a draft, beginning with the first, are worth the time of verifying them.
 
     All rows of a block have as many nodes as the longest draft: if one of B rows drafts eight tokens, the step has 8 B draft nodes.
 
     Args:
         costs: returns the batch's current costs.
-        ends: greatest length of each row, if all rows begin together and the call ends with the slowest row; else None.
-        grade_rates: the strategy's declared rates by grade (:attr:`Strategy.grade_rates`).
+        ends: greatest length of each row in tokens; None if rows join and leave. With `ends`, tokens of rows that are likely to finish
+            last count more, because the call ends with its last row.
+        grade_rates: the acceptance rates that the strategy declares (:attr:`Strategy.grade_rates`).
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class DraftWorth:
         self._trials, self._waited = Trials(), 0
 
     def rebatch(self, sources: Sequence[int]) -> None:
-        """Adapts to rows that joined or left the batch. sources: the former index of each row, -1 for a new row."""
+        """Keeps the acceptance rates of rows that stay in the batch. sources: the former index of each row, -1 for a new row."""
         before = self._rows
         self._rows = [before[row] if row >= 0 else Follower(AcceptanceRates(self._common)) for row in sources]
         self._proposals.clear()
@@ -161,7 +162,7 @@ class DraftWorth:
         return self._trials.due(self._waited, affordable(self._drafting / costs.step(1), LONGEST_WAIT, TRYING_ALONE))
 
     def nodes(self, draft: Draft, lengths: Sequence[int], finished: Sequence[bool]) -> int:
-        """How many draft tokens to verify, so that the step has the most tokens per second.
+        """The number of draft tokens to verify, beginning with the first, so that the step has the most tokens per second.
 
         lengths: number of tokens of each row; finished: whether each row has ended.
         """
@@ -169,7 +170,7 @@ class DraftWorth:
         gains = self._gains(draft, active, self._weights(lengths, active))
         seconds = self._costs().to_weigh()
         rate, best = len(active) / seconds(1), 0
-        while True:  # Dinkelbach's iteration: choose by the last choice's rate, until the rate no longer rises
+        while True:  # Dinkelbach's iteration: the rate that a choice reaches is the price of the next choice, until it stops rising
             count, gain, _ = worthwhile(gains, seconds, CAUTION * rate)
             reached = (len(active) + gain / CAUTION) / seconds(count + 1)
             if count == 0 or reached <= rate:
@@ -177,7 +178,7 @@ class DraftWorth:
             rate, best = reached, count
 
     def observe(self, seconds: float, emitted: Sequence[int], drafting: float | None) -> None:
-        """Learns whether a step's draft was worth its time. Call it before :meth:`StepCosts.observe`.
+        """Updates the mean time and the mean gain of drafts after a step. Call it before :meth:`StepCosts.observe`.
 
         Args:
             seconds: duration of the step's forward pass, verification and commit.
@@ -195,7 +196,7 @@ class DraftWorth:
             self._trials.judge(net, LONGEST_WAIT)
 
     def follow(self, written: Sequence[Sequence[int]]) -> None:
-        """Judges the step's draft by `written`, the new tokens of every row."""
+        """Updates the acceptance rates: compares the step's draft with `written`, the new tokens of every row."""
         for row, tokens in enumerate(written):
             if tokens and row in self._proposals:
                 self._rows[row].follow(self._proposals[row])
@@ -204,7 +205,7 @@ class DraftWorth:
         self._proposals.clear()
 
     def _weights(self, lengths: Sequence[int], active: Sequence[int]) -> list[float]:
-        """The value of a token in each active row, see :func:`row_weights`."""
+        """The weight of each active row's tokens: from :func:`row_weights`, or 1 if rows join and leave."""
         if self._ends is None:
             return [1.0] * len(active)
         return row_weights(

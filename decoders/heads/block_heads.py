@@ -2,7 +2,7 @@
 
 A place is a position of the block at which a token is drafted. The network predicts the token of each place without knowing the
 tokens that are chosen for other places. A head scores the likely tokens of a place (its candidates) by how well they follow the token
-that was chosen for the place before. Letters: ``B`` rows, ``T`` places of a block, ``Q`` nodes of the draft tree whose children are
+that was chosen for the previous place. Letters: ``B`` rows, ``T`` places of a block, ``Q`` nodes of the draft tree whose children are
 scored, ``C`` candidates of a place, ``D`` tokens that can be drafted, ``H`` hidden size of the network.
 """
 
@@ -32,7 +32,7 @@ class HeadFields:
 
     Attributes:
         raw: all fields, including the fields of the section ``dflash_config``.
-        place: the strategy and the file, for error messages.
+        place: the strategy and the file, with which error messages begin.
         layer: config of the network's decoder layers.
         places: ``T``, number of tokens drafted per block in training.
         draft_vocab_size: ``D``.
@@ -54,7 +54,7 @@ class HeadFields:
         if self.draft_vocab_size != self.vocab_size:
             raise UnsupportedError(
                 f"{self.place}: {head} needs the whole vocabulary of {self.vocab_size} tokens, "
-                f"and draft_vocab_size is {self.draft_vocab_size}"
+                f"but draft_vocab_size is {self.draft_vocab_size}"
             )
         return self.vocab_size
 
@@ -70,8 +70,8 @@ class DraftedBlock:
     Attributes:
         logits: ``[B, T, D]``, the logits of every place.
         states: ``[B, T, H]``, the hidden states from which the output head computed `logits`.
-        context: ``[B, H]``, the target's hidden states of the last token that it has read, fused to one vector by the network.
-        has_context: ``[B]`` bool, false for rows whose `context` is undefined, because the target has not read a token of them yet.
+        context: ``[B, H]``, the last token that the target has read: its hidden states, fused to one vector by the network.
+        has_context: ``[B]`` bool, false for rows of which the target has read no token. Their `context` is undefined.
         embed: returns the target's embeddings ``[…, H]`` of tokens.
     """
 
@@ -88,7 +88,7 @@ class HeadScores:
 
     Attributes:
         logits: ``[B, Q, D]``; ``-inf`` for tokens that are not drafted.
-        state: ``[B, Q, S]``, the head's state after each node's path; None for a head whose scores depend only on the token before.
+        state: ``[B, Q, S]``, the head's state after each node; None if the head's scores depend on the previous token only.
         confidence: ``[B, Q]``, the probability that the best child is accepted; None if the head does not predict it.
     """
 
@@ -98,7 +98,7 @@ class HeadScores:
 
 
 class BlockHead(nn.Module, ABC):
-    """A head that chooses a block's tokens. Its parameters are named as in checkpoints.
+    """A head that chooses a block's tokens. Its parameters have the names that published checkpoints use.
 
     To use your own head, list its class in `heads` of a subclass of :class:`~decoders.strategies.DFlash`.
 
@@ -111,10 +111,10 @@ class BlockHead(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def of(cls, fields: HeadFields) -> Self | None:
-        """Creates the head that a config describes, without weights. None if the config describes no head of this class."""
+        """Creates the head that the config `fields` describes, without weights; None if it describes no head of this class."""
 
     def begin(self, block: DraftedBlock) -> Any:
-        """Computes what does not depend on chosen tokens, once per block. The result is passed to :meth:`choose` as `begun`."""
+        """Once per block, computes what does not depend on the chosen tokens. The result is passed to :meth:`choose` as `begun`."""
         return None
 
     @abstractmethod
@@ -123,14 +123,14 @@ class BlockHead(nn.Module, ABC):
 
         Args:
             begun: the result of :meth:`begin`.
-            tokens: ``[B, Q]``, the nodes' tokens, which were chosen for the place before. For place 0, the rows' last committed
+            tokens: ``[B, Q]``, the nodes' tokens, which were chosen for the previous place. For place 0, the rows' last committed
                 tokens.
-            above: ``[B, Q, S]``, the head's states at the nodes' parents; None for place 0, and if :attr:`HeadScores.state` is None.
+            above: ``[B, Q, S]``, the head's states at the nodes' parents; None for place 0, and for heads without a state.
         """
 
     @staticmethod
     def only(candidates: Tensor, scores: Tensor, size: int) -> Tensor:
-        """Spreads the `scores` ``[B, Q, C]`` of `candidates` ``[B, C]`` over all tokens: ``[B, Q, D]``, ``-inf`` for other tokens."""
+        """Scores of all tokens, ``[B, Q, D]``: the `scores` ``[B, Q, C]`` of `candidates` ``[B, C]``, and ``-inf`` for other tokens."""
         index = candidates[:, None].expand(-1, scores.shape[1], -1)
         return scores.new_full((*scores.shape[:2], size), float("-inf")).scatter(2, index, scores)
 
@@ -149,7 +149,7 @@ class _Codebooks(nn.Module):
 
 
 class PathSelector(BlockHead):
-    """DFlash2 (z-lab, 2026): scores the ``C`` likeliest tokens of every place by how well they follow the token before.
+    """DFlash2 (z-lab, 2026): scores the ``C`` likeliest tokens of every place by how well they follow the previous token.
 
     At place ``t``, the score of token ``b`` after token ``a`` is ``S_t(a, b) = U_t(b) + <A(a) * W h_t, B(b)>``. ``U`` are the
     network's logits, ``h`` its hidden states, and ``W`` is a projection. The tables ``A`` and ``B`` hold a short vector for each
@@ -212,12 +212,12 @@ class _Confidence(nn.Module):
 
 
 class MarkovHead(BlockHead):
-    """DSpark (arXiv:2607.05147): adds to the network's logits a low-rank bias that depends on the token before.
+    """DSpark (arXiv:2607.05147): adds to the network's logits a low-rank bias that depends on the previous token.
 
-    The config may describe a second head, which predicts the probability that the token is accepted. The bias after token ``a``, for
-    a place with hidden state ``h``, depends on the kind. ``vanilla``: ``W2 W1[a]``. ``gated``: ``W2 (sigmoid(G [h; W1[a]]) *
-    W1[a])``. ``rnn``: ``W2`` times the output of a recurrent unit with state ``s``; one matrix times ``[s; W1[a]; h]`` gives the
-    unit's gate, candidate and output.
+    The config may describe a second head, which predicts the probability that a draft token is accepted. The bias after token ``a``
+    at a place with hidden state ``h`` depends on ``markov_head_type``. ``vanilla``: ``W2 W1[a]``. ``gated``: ``W2 (sigmoid(G [h;
+    W1[a]]) * W1[a])``. ``rnn``: ``W2`` times the output of a recurrent unit with state ``s``. The unit computes its gate, candidate
+    state and output as one matrix times ``[s; W1[a]; h]``.
     """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, own: _MarkovFields) -> None:
@@ -235,12 +235,12 @@ class MarkovHead(BlockHead):
         own = fields.read(_MarkovFields)
         if own.confidence_head_with_markov and own.enable_confidence_head and not own.markov_rank:
             raise SettingsError(
-                f"{fields.place}: confidence_head_with_markov needs a markov_rank of 1 or more, and it is 0"
+                f"{fields.place}: confidence_head_with_markov needs a markov_rank of 1 or more, but markov_rank is 0"
             )
         return cls(fields.vocab_size, fields.draft_vocab_size, fields.layer.hidden_size, own)
 
     def begin(self, block: DraftedBlock) -> Tensor | None:
-        """The part of the gate or recurrent unit that depends only on the hidden state of each place, ``[B, T, …]``."""
+        """The product of the gate's or the recurrent unit's matrix with the hidden state of each place, ``[B, T, …]``."""
         name = {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind)
         if name is None:
             return None
@@ -251,26 +251,26 @@ class MarkovHead(BlockHead):
     def choose(self, block: DraftedBlock, begun: Any, place: int, tokens: Tensor, above: Tensor | None) -> HeadScores:
         logits, read, state = block.logits[:, place, None].expand(-1, tokens.shape[1], -1), None, None
         if self.kind != "none":
-            before = self.markov_head.markov_w1(tokens)
-            bias, state = self._bias(before, begun if begun is None else begun[:, place, None], above)
+            previous = self.markov_head.markov_w1(tokens)
+            bias, state = self._bias(previous, begun if begun is None else begun[:, place, None], above)
             logits = logits + bias
-            read = before if self.reads_token else None
+            read = previous if self.reads_token else None
         if self.confidence_head is None:
             return HeadScores(logits, state)
         states = block.states[:, place, None].expand(-1, tokens.shape[1], -1)
         read = states if read is None else torch.cat([states, read], dim=-1)
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
-    def _bias(self, before: Tensor, of_place: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the bias and the new states. before: ``W1[a]`` of the token before. of_place: the place's part of `begun`."""
-        head, rank = self.markov_head, before.shape[-1]
-        if of_place is None:
-            return head.markov_w2(before), None
+    def _bias(self, previous: Tensor, projected: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the bias and the new states. previous: ``W1[a]`` of the previous tokens. projected: result of :meth:`begin`."""
+        head, rank = self.markov_head, previous.shape[-1]
+        if projected is None:
+            return head.markov_w2(previous), None
         if self.kind == "gated":
-            gate = of_place + F.linear(before, head.gate_proj.weight[:, -rank:])
-            return head.markov_w2(gate.sigmoid() * before), None
-        above = torch.zeros_like(before) if above is None else above
-        joint = of_place + F.linear(torch.cat([above, before], dim=-1), head.joint_proj.weight[:, : 2 * rank])
+            gate = projected + F.linear(previous, head.gate_proj.weight[:, -rank:])
+            return head.markov_w2(gate.sigmoid() * previous), None
+        above = torch.zeros_like(previous) if above is None else above
+        joint = projected + F.linear(torch.cat([above, previous], dim=-1), head.joint_proj.weight[:, : 2 * rank])
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
         return head.markov_w2(output.tanh()), gate * above + (1 - gate) * candidate.tanh()
@@ -286,7 +286,7 @@ class DominoHead(BlockHead):
     """Domino (SpecForge): a recurrent unit and a network of two layers correct the logits.
 
     The recurrent unit with state ``s`` reads the block's tokens one by one. The network reads ``[h; s]``, where ``h`` is the place's
-    hidden state. The config may leave the first places uncorrected.
+    hidden state. The first ``pure_draft_prefix_len`` places are not corrected.
     """
 
     def __init__(self, draft_vocab_size: int, width: int, own: _DominoFields) -> None:

@@ -1,4 +1,4 @@
-"""DFlash (arXiv 2602.06036) and its family: decoder layers draft a block of tokens in one pass, over the target's hidden states.
+"""DFlash (arXiv 2602.06036) and its family: in one pass, decoder layers that read the target's hidden states draft a block of tokens.
 
 A head of :mod:`.block_heads` then chooses the tokens.
 """
@@ -39,9 +39,9 @@ class DFlashConfig:
         windows: for each layer of the draft model, the number of context tokens that every node of a block sees; None for all. Empty
             for formats other than `speculators`. Then the sliding windows of `layer` are used.
         causal: for each layer, whether a node sees only itself and the nodes before it in the block (JetSpec: in all layers).
-        from_last: whether the node of the last committed token drafts the first token (DSpark); otherwise the first mask does.
+        from_last: whether the node of the last committed token drafts the first token (DSpark) instead of the first mask node.
         taps: number of taps of the convolutions around attention and feed-forward networks (DFlash2); 0: no convolutions.
-        group: number of neighbouring channels that share the corrections of their taps.
+        group: number of neighbouring channels that share a correction of each tap.
         head: the fields of ``config.json`` from which the head is created (:mod:`.block_heads`).
         draft_vocab_size: number of tokens that the draft model can draft; None: all.
     """
@@ -87,7 +87,7 @@ class DFlashNetwork(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Returns the hidden states ``[B, N, H]`` of a block, the input of the output head.
 
-        With `context`, it instead stores keys and values of ``N`` context tokens, and returns their fused vectors ``[B, N, H]``.
+        With `context`, stores keys and values of ``N`` context tokens instead, and returns the tokens' fused vectors ``[B, N, H]``.
 
         Args:
             states: ``[B, N, H]``, embeddings of a block. With `context` ``[B, N, T·H]``, hidden states of ``T`` target layers.
@@ -99,7 +99,7 @@ class DFlashNetwork(nn.Module):
             if context:
                 layer.self_attn.remember(states, rotary, cache)
                 continue
-            mask = attention_mask  # the slot and the position of node i are base + i
+            mask = attention_mask  # a node's position is also its cache slot
             if causal:
                 later = torch.arange(mask.shape[-1], device=states.device) > position_ids[:, None, :, None]
                 mask = mask.masked_fill(later, torch.finfo(mask.dtype).min)
@@ -114,12 +114,12 @@ class DFlashNetwork(nn.Module):
 
 
 def embedding_of(model: PreTrainedModel, usual: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function by which the network embeds tokens: the target's embedding, without the norm that some targets apply to it.
+    """Returns the function that embeds the network's tokens: the target's embedding, without the norm that some targets put after it.
 
-    Published networks were trained without this norm, and transformers also leaves it out.
+    Published networks were trained without this norm, and transformers leaves it out, too.
 
     Args:
-        usual: the target's embedding function. It is returned if the target has no such norm.
+        usual: the target's embedding function, which is returned for targets without this norm.
     """
     table: Any = model.get_input_embeddings()
     normed = isinstance(getattr(table, "embed_norm", None), nn.Module)
@@ -149,10 +149,10 @@ class _Layer(nn.Module):
 
 
 class _BlockConvolution(nn.Module):
-    """DFlash2's convolutions before and after a sublayer. They mix each channel of a node with this channel of earlier nodes of the
-    block.
+    """DFlash2's convolutions over the nodes of a block: one before and one after the attention or the feed-forward network.
 
-    The taps are learned. For each node, a correction is added to every tap. All channels of a group of neighbours share it.
+    In each channel, a node's output is a weighted sum over the node and the nodes before it. The weights (taps) are learned. For each
+    node, a correction computed from the node's state is added to every tap. Groups of neighbouring channels share a correction.
     """
 
     def __init__(self, width: int, config: DFlashConfig) -> None:
@@ -165,17 +165,17 @@ class _BlockConvolution(nn.Module):
         corrections = self.kernel_projection(states).unflatten(-1, (2, self.taps, -1))
         return self._mixed(part(self._mixed(states, corrections, 0)), corrections, 1)
 
-    def _mixed(self, states: Tensor, corrections: Tensor, side: int) -> Tensor:
+    def _mixed(self, states: Tensor, corrections: Tensor, half: int) -> Tensor:
         mixed = torch.zeros_like(states)
-        for tap in range(self.taps):  # the first node of a block has no predecessors
+        for tap in range(self.taps):  # nodes before the first node count as zeros
             shifted = states if tap == 0 else nn.functional.pad(states, (0, 0, tap, 0))[:, : states.shape[1]]
-            kernel = self.base_kernel[side, tap] + corrections[..., side, tap, :].repeat_interleave(self.group, dim=-1)
+            kernel = self.base_kernel[half, tap] + corrections[..., half, tap, :].repeat_interleave(self.group, dim=-1)
             mixed = mixed + kernel * shifted
         return mixed
 
 
 class _Attention(LlamaAttention):
-    """Attention that can also store keys and values of context tokens without queries. Queries and keys are normed per head."""
+    """Attention with a norm on each head's queries and keys. :meth:`remember` stores keys and values without queries."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__(config, index)

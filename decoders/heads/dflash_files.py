@@ -38,7 +38,7 @@ CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.s
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 #: Classes of heads in published checkpoints. The first class that a config describes is used.
 HEADS: tuple[type[BlockHead], ...] = (LatticeHead, PathSelector, MarkovHead, DominoHead)
-#: Defaults of fields that configs in the format of `speculators` leave out, by ``speculators_model_type``.
+#: For each ``speculators_model_type``, the defaults of fields that configs in the format of `speculators` may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash2": dict(
         sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16
@@ -53,8 +53,8 @@ class DFlashFiles:
 
     Attributes:
         head: the head that chooses tokens; None: the network's likeliest tokens are drafted.
-        embed: the draft model's own embedding; None: it uses the target's.
-        lm_head: the draft model's own output head; None: it uses the target's.
+        embed: the draft model's own embedding; None: the target's is used.
+        lm_head: the draft model's own output head; None: the target's is used.
         vocabulary: the tokens that the draft model can draft; None: all.
     """
 
@@ -96,8 +96,8 @@ class _Config(FileConfig):
     def _convolution_is_whole(self) -> Self:
         if bool(self.conv_kernel_size) != bool(self.conv_group_size) or self.conv_kernel_size > self.block_size:
             raise ValueError(
-                f"conv_kernel_size is {self.conv_kernel_size} and conv_group_size {self.conv_group_size}: both are 0, or both are 1 "
-                "or more, the first at most block_size"
+                f"conv_kernel_size is {self.conv_kernel_size} and conv_group_size {self.conv_group_size}: set both to 0, or both to 1 "
+                "or more, and conv_kernel_size to at most block_size"
             )
         return self
 
@@ -109,10 +109,10 @@ class _Index(FileConfig):
 
 
 def find_draft_model(named: str | None, config: Any) -> Path:
-    """The folder of the draft model for a target with this `config`: `named`, or else ``dflash`` beside the target's own files.
+    """The folder of the draft model for a target with this `config`: `named`, or else the target's subfolder ``dflash``.
 
     Raises:
-        UnsupportedError: no folder is named, and the target's folder has no folder ``dflash``.
+        UnsupportedError: no folder is named, and the target's folder has no subfolder ``dflash``.
     """
     return find_network(named, config, "dflash", "a draft model", "draft_model", "`decoders train dflash` makes one")
 
@@ -139,12 +139,12 @@ def read_config(folder: str | Path) -> DFlashConfig:
     speculators = nested is not None
     transformers = not speculators and own.dflash_config is None and "markov_rank" not in raw
     windows, count = of_layer.windows(within, everywhere=transformers), of_layer.num_hidden_layers
-    # In `speculators` a window counts context tokens, and all nodes of a block see the same. The network hides earlier tokens.
+    # In `speculators` all nodes of a block share one window of context tokens. LlamaConfig cannot say so, hence DFlashConfig.windows.
     seen = () if speculators else windows
     layer = of_layer.llama(
         within, num_hidden_layers=count,
         layer_types=["sliding_attention" if w else "full_attention" for w in seen or (None,) * count],
-        # A window in LlamaConfig includes the token itself. In the DFlash format of transformers it does not.
+        # A window of LlamaConfig includes the token itself, a window in the DFlash format of transformers does not.
         sliding_window=next((w + transformers for w in seen if w), None),
     )  # fmt: skip
     layers = own.target_layer_ids or _authors_choice(own.num_target_layers, layer.num_hidden_layers)
@@ -160,7 +160,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
         raise SettingsError(
             f"{place}: conv_group_size is {own.conv_group_size}, which does not divide hidden_size, {layer.hidden_size}"
         )
-    # In DSpark the last token's node drafts the first token, in all formats. Other configs have a field that says so.
+    # Two fields can say that the last committed token's node drafts the first token. In DSpark this is the default.
     from_last = own.shift_label if own.sample_from_anchor is None else own.sample_from_anchor
     if own.sample_from_anchor is None and "markov_rank" in raw:
         from_last = True
@@ -173,7 +173,7 @@ def read_config(folder: str | Path) -> DFlashConfig:
 
 
 def _causal(own: _Config, windows: tuple[int | None, ...], count: int, speculators: bool) -> tuple[bool, ...]:
-    """For each layer, whether it hides later nodes of the block. By default only windowed layers in the format of `speculators` do."""
+    """For each layer, whether it masks later nodes of a block. Default: only layers with a window in the format of `speculators`."""
     causal = next((flag for flag in (own.causal_head, own.is_causal, own.causal) if flag is not None), None)
     if causal is not None or not (speculators and windows):
         return (bool(causal),) * count
@@ -240,7 +240,7 @@ def _load(
 
 
 def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) -> BlockHead | None:
-    """Creates a head of the first class in `heads` that the config describes, without weights. None if it describes none of them."""
+    """Creates a head of the first class in `heads` that the config describes, without weights; None if there is no head."""
     fields = config.head
     return None if fields is None else next((head for kind in heads if (head := kind.of(fields)) is not None), None)
 
@@ -251,12 +251,12 @@ def save_draft_model(
 ) -> None:  # fmt: skip
     """Writes a draft model for the target `model` in the format of `speculators`, with a Markov head or without a head.
 
-    Each file is written atomically, the config last, because a folder with a config is taken for a complete draft model. The embedding
-    is the target's and is not written.
+    Each file is written atomically, the config last, because a folder with a config is taken for a complete draft model. No embedding
+    is written: the draft model uses the target's.
 
     Args:
         ids: ``[D]`` int64, ascending, the tokens of a reduced vocabulary; None: all tokens. A reduced vocabulary needs an `output`.
-        output: ``[D, H]``, the draft model's own output head; None: it uses the target's.
+        output: ``[D, H]``, the draft model's own output head; None: the target's is used.
         dtype: dtype of the written weights.
 
     Raises:
@@ -273,7 +273,7 @@ def save_draft_model(
     fields = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
         **speculators_fields(kind, model, config.places),
-        # `speculators` numbers the inputs of layers.
+        # `speculators` numbers the inputs of layers: 2 is the output of layer 1.
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,

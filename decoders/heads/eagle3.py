@@ -1,4 +1,4 @@
-"""The networks of EAGLE to EAGLE-4 and P-EAGLE: decoder layers over embeddings and the target's hidden states.
+"""The networks of EAGLE to EAGLE-4 and P-EAGLE: decoder layers that read embeddings and the target's hidden states.
 
 Li et al. 2024, arXiv 2401.15077 and 2406.16858; Li et al. 2025, arXiv 2503.01840.
 """
@@ -33,14 +33,14 @@ class Eagle3Config:
         target_hidden_size: width of the target's hidden states.
         layers: decoder layers of the target whose outputs the head reads; None: three, chosen by the target's number of layers.
         norm_before_residual: whether the first layer adds its attention's output to the normed state instead of the state itself.
-        norm_output: whether the next slot reads the output after the last norm (EAGLE-3.1) instead of the output before this norm.
+        norm_output: True: the next slot reads a slot's output after the last norm (EAGLE-3.1). False: its output before this norm.
         norm_features: how the target's hidden states are normed before they are fused. ``"whole"``: one norm over the concatenated
             layers. ``"each"``: one norm for each layer (EAGLE-3.1). None: no norm.
         mask_token_id: the mask token of a head that drafts all tokens in one pass (P-EAGLE, arXiv:2602.01469); None: tokens are
             drafted one after the other.
-        windows: for each decoder layer, the number of last tokens that a token sees, None for all; empty: no layer has a window.
-        rank: rank of the output head that chooses candidates (EAGLE-4); 0: all tokens get logits.
-        candidates: number of candidates. If there is a `rank`, only candidates get logits.
+        windows: for each decoder layer, the size of its sliding window, the token itself included; None: no window. Empty: no windows.
+        rank: rank of an additional output head that chooses candidates; only they get logits (EAGLE-4). 0: all tokens get logits.
+        candidates: number of candidates; unused if `rank` is 0.
     """
 
     layer: LlamaConfig
@@ -107,12 +107,12 @@ class Eagle3Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the features ``[B, N, H]`` of all nodes, and the logits ``[B, n, D]`` of the last ``n`` nodes.
 
-        Later slots read the features in place of hidden states that the target has not computed.
+        Slots of later tokens read these features in place of hidden states that the target has not computed.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
             states: ``[B, N, T·H]``, hidden states of ``T`` target layers. Without `fuse` ``[B, N, H]``, the head's own features.
-            last: ``[B, N]`` int64, the last slot in each node's sliding windows; None: the node's own slot.
+            last: ``[B, N]`` int64, the slot at which each node's sliding windows end; None: the node's own slot.
             logits: ``n``, number of last nodes whose logits are computed.
             fuse: whether `states` are the target's hidden states, which `fc` fuses.
         """
@@ -155,7 +155,7 @@ def hide_before(mask: Tensor, first: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer. Its attention reads the concatenation of an embedding and a state, each after its own norm."""
+    """A decoder layer whose attention reads the concatenation of an embedding and a hidden state, each after its own norm."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -225,13 +225,13 @@ class EagleHead(nn.Module):
         self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, position_ids: Tensor, cache: Any, logits: int = 1,
         fuse: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The predicted features ``[B, N, H]``, and the last ``n`` of them again, for the target's output head.
+        """Returns the predicted features ``[B, N, H]``, and the features of the last ``n`` nodes as input of the target's output head.
 
         Args:
             embedded: ``[B, N, H]``, the embedding of the token that follows each node.
             states: ``[B, N, H]``, features that the target computed or the head predicted.
             logits: ``n``, number of last nodes whose logits are needed.
-            fuse: has no effect. It exists because :meth:`Eagle3Head.forward` has it.
+            fuse: has no effect; an argument of :meth:`Eagle3Head.forward`, so that callers need not tell the heads apart.
         """
         states = self.fc(torch.cat([embedded, states], dim=-1))
         rotary = self.rotary_emb(states, position_ids)

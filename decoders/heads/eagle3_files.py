@@ -1,4 +1,4 @@
-"""Reads and writes EAGLE heads (EAGLE to EAGLE-4, P-EAGLE) in the authors' formats, and some in the format of `speculators`."""
+"""Reads and writes EAGLE heads (EAGLE to EAGLE-4, P-EAGLE) in the authors' formats, some also in the format of `speculators`."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Eagle3Files:
 
 
 def find_head(named: str | None, config: Any) -> Path:
-    """The folder of the head for a target with this `config`: `named`, or else ``eagle3`` beside the target's own files.
+    """The folder of the head for a target with this `config`: `named`, or else the target's subfolder ``eagle3``.
 
     Raises:
-        UnsupportedError: no folder is named, and the target's folder has no folder ``eagle3``.
+        UnsupportedError: no folder is named, and the target's folder has no subfolder ``eagle3``.
     """
     return find_network(named, config, "eagle3", "a head", "head", "`decoders train eagle3` makes one")
 
@@ -72,7 +72,7 @@ class _SpecForge(FileConfig):
 
 
 class _Candidates(FileConfig):
-    """Config fields of EAGLE-4's low-rank output head, which chooses the tokens that get logits."""
+    """Config fields of EAGLE-4's low-rank output head, which chooses candidates: the tokens that get logits."""
 
     type: Literal["low_rank", "weighted_low_rank"] = "low_rank"
     rank: Count
@@ -160,17 +160,17 @@ def read_config(folder: str | Path) -> Eagle3Config | EagleConfig:
         unread.append(f"partial_rotary_factor is {layer.partial_rotary_factor}")
     if unread:
         raise UnsupportedError(
-            f"{place}: {', '.join(unread)}: only Llama layers can be read, with one MLP each and rotary positions on whole heads"
+            f"{place}: {', '.join(unread)}: only Llama layers with one MLP and rotary positions on whole heads can be read"
         )
     each = own.fc_norm or own.enable_fc_norm
     if own.norm_before_fc and each:
-        raise SettingsError(f"{place}: norm_before_fc and fc_norm are both true; only one of them may be")
+        raise SettingsError(f"{place}: norm_before_fc and fc_norm are both true; at most one may be true")
     if own.mask is None and (own.parallel_drafting or own.speculators_model_type == "peagle"):
         raise SettingsError(f"{place}: the head drafts all tokens in one pass, which needs a mask_token_id")
     config = layer.llama(within, num_hidden_layers=layer.num_hidden_layers)
     windows = layer.windows(within, everywhere="Eagle4" in named)
     if eagle and windows:
-        raise UnsupportedError(f"{place}: a head of EAGLE or EAGLE-2 with a sliding window, which is not supported")
+        raise UnsupportedError(f"{place}: EAGLE and EAGLE-2 heads with a sliding window are not supported")
     if eagle:
         return EagleConfig(config, bias=own.bias)
     drafted, low = own.draft_vocab_size or layer.vocab_size, own.efficient_lm_head_config
@@ -231,14 +231,14 @@ def read_vocabulary(
     """The draft vocabulary of a checkpoint.
 
     Args:
-        d2t, t2d: the checkpoint's tables, arguments of :meth:`DraftVocabulary.of`.
+        d2t, t2d: the tables of the checkpoint, as :meth:`DraftVocabulary.of` takes them.
         size: number of the target's tokens.
         drafted: number of tokens in the draft vocabulary.
         place: the strategy and the file, for error messages.
 
     Raises:
         SettingsError: a reduced vocabulary has no table, or the tables' token count is not `drafted`.
-        UnsupportedError: a table is wrong.
+        UnsupportedError: the tables have another shape, disagree, are empty, or name a token that the target lacks.
     """
     if d2t is None and t2d is None and drafted != size:
         raise SettingsError(f"{place} has a reduced vocabulary, but neither d2t nor t2d lists its tokens")
@@ -248,13 +248,13 @@ def read_vocabulary(
         raise UnsupportedError(f"{place}: {error}") from error
     if len(vocabulary) != drafted:
         raise SettingsError(
-            f"{place}: d2t and t2d name {len(vocabulary)} tokens, and draft_vocab_size of {CONFIG} is {drafted}"
+            f"{place}: d2t and t2d name {len(vocabulary)} tokens, but draft_vocab_size in {CONFIG} is {drafted}"
         )
     return DraftVocabulary(size, vocabulary.ids.to(device) if vocabulary.ids is not None else None)
 
 
 def _our_name(name: str) -> str:
-    """Our name for a checkpoint's weight `name`. Our first layer is named `midlayer`, in some formats it is ``model.layers.0``."""
+    """The name in :class:`Eagle3Head` of a checkpoint's weight `name`. The layer `midlayer` is ``model.layers.0`` in some formats."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
     part, _, rest = name.removeprefix("layers.").partition(".")
     return f"deeper.{int(part) - 1}.{rest}" if name.startswith("layers.") and part.isdigit() else name
@@ -264,14 +264,14 @@ def save_head(
     head: Eagle3Head, ids: Tensor | None, folder: Path, model: PreTrainedModel, depth: int, form: Format = "speculators",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
-    """Writes a head for the target `model`.
+    """Writes config and weights of a head that drafts for `model`.
 
-    Each file is written atomically, the config last, because a folder with a config is taken for a complete head. The embedding is
-    the target's and is not written. vLLM and the authors' code also use the target's.
+    Each file is written atomically, the config last, because a folder with a config is taken for a complete head. No embedding is
+    written: this package, vLLM and the authors' code use the target's.
 
     Args:
         ids: ``[D]`` int64, ascending, the tokens that the head can propose; None: all.
-        depth: number of tokens that other software should draft with the head per step.
+        depth: number of draft tokens per step that the config recommends to other software.
         form: the format of the config.
         dtype: dtype of the written weights.
 
@@ -291,7 +291,7 @@ def save_head(
 
 
 def vocabulary_tables(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """A checkpoint's tables d2t and t2d for the draft tokens `ids` (``[D]`` int64, ascending) out of `size`. Empty without `ids`."""
+    """A checkpoint's tables d2t and t2d for `ids` (``[D]`` int64, ascending), the draft tokens, out of `size` tokens; {} for None."""
     if ids is None:
         return {}
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(size), ids)}
@@ -330,7 +330,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
         "architectures": ["Eagle3Speculator"],
         **speculators_fields("eagle3", model, depth),
         "draft_vocab_size": config.draft_vocab_size,
-        # Layers are numbered by their inputs.
+        # `speculators` numbers the inputs of layers: 2 is the output of layer 1.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "norm_before_residual": config.norm_before_residual,
         "target_hidden_size": config.target_hidden_size,
@@ -339,7 +339,7 @@ def _speculators(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[s
 
 
 def _public_name(model: PreTrainedModel) -> str | None:
-    """The target's name on the Hub, for users of the head. None if it has no name or came from a local folder."""
+    """The target's name on the Hub, which tells users what the head is for; None if there is no name or it is a local folder."""
     name = getattr(model.config, "name_or_path", None)
     return name if name and not Path(name).exists() else None
 
@@ -352,6 +352,6 @@ def _authors(head: Eagle3Head, model: PreTrainedModel, depth: int) -> dict[str, 
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
-        # SGLang reads this field. The authors' code ignores it and reads its default layers.
+        # SGLang reads this field. The authors' code ignores the field, so its heads always read the default layers.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(config.layers), "use_aux_hidden_state": True},
     }

@@ -57,8 +57,8 @@ class _Correlator(nn.Module):
     """Scores pairs of candidates (likely tokens) at neighbouring places of a block.
 
     Args:
-        width: hidden size of the network.
-        places: number of places ``T`` in training.
+        width: hidden size of the drafting network.
+        places: number of places ``T`` of a block in training.
     """
 
     def __init__(self, width: int, places: int, eps: float, own: _CorrelatorFields) -> None:
@@ -82,7 +82,7 @@ class _Correlator(nn.Module):
         )
 
     def forward(self, block: DraftedBlock, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines between vectors computed for candidates at neighbouring places.
+        """Computes the vectors of all candidates, and returns the cosines between candidates at neighbouring places.
 
         Args:
             candidates, log_probs: ``[B, T, C]``, the candidates' token ids and log-probabilities.
@@ -115,7 +115,7 @@ class _Correlator(nn.Module):
         return (first[:, None] * inward[:, 0]).sum(-1), outward[:, :-1] @ inward[:, 1:].mT
 
     def _bias(self, count: int, ranks: int) -> Tensor:
-        """The attention bias ``[heads, T·C, T·C]``. It depends on the distance between two candidates' places."""
+        """The attention bias ``[heads, T·C, T·C]`` between candidates, which depends on the distance between their places."""
         place = torch.arange(count, device=self.same_slot_bias.device).repeat_interleave(ranks)
         apart = place[:, None] - place
         same = (apart == 0) * self.same_slot_bias[:, None, None]
@@ -146,7 +146,7 @@ class LatticeHead(BlockHead):
         width = own.lilicorr_hidden_size or fields.layer.hidden_size
         if width % own.lilicorr_num_heads:
             raise SettingsError(
-                f"{fields.place}: lilicorr_num_heads is {own.lilicorr_num_heads}, which does not divide {width}"
+                f"{fields.place}: lilicorr_num_heads is {own.lilicorr_num_heads}, which does not divide the hidden size, {width}"
             )
         return cls(fields.layer.hidden_size, fields.places, fields.layer.rms_norm_eps, own)
 

@@ -59,17 +59,17 @@ class HeadsConfig(FileConfig):
         try:
             return handler(value)
         except ValidationError as error:
-            raise ValueError("the tree must be a list of paths of ranks, [[0], [0, 1]]") from error
+            raise ValueError("the tree must be a list of paths of ranks, such as [[0], [0, 1]]") from error
 
     @model_validator(mode="after")
     def _rank_fits(self) -> Self:
         if (self.projection == "low_rank") != (self.rank > 0):
-            raise ValueError("projection low_rank needs a rank, and only low_rank has one")
+            raise ValueError("projection low_rank needs a rank of 1 or more, any other projection a rank of 0")
         return self
 
 
 class HeadWeights(NamedTuple):
-    """The stacked tensors of all heads, as inputs of compiled code. Tensors that the kind of projection does not need are None.
+    """The stacked tensors of all heads, as inputs of compiled code. Tensors that the heads' kind of projection does not need are None.
 
     Attributes:
         linear: ``[K, layers, H, H]``, weights of the residual blocks.
@@ -145,25 +145,25 @@ def head_scores(hidden: Tensor, weights: HeadWeights, lm_head: Tensor, lm_bias: 
 
 
 def find_heads(named: str | None, model: PreTrainedModel) -> Path:
-    """The folder of the heads for the target `model`: `named`, or else ``medusa`` beside the target's own files.
+    """The folder of the heads for the target `model`: `named`, or else the target's subfolder ``medusa``.
 
     Raises:
         SettingsError: there is no folder `named`.
-        UnsupportedError: no folder is named, and the target's folder has no folder ``medusa``.
+        UnsupportedError: no folder is named, and the target's folder has no subfolder ``medusa``.
     """
     folder = find_network(named, model.config, "medusa", "heads", "heads", "`decoders train medusa` makes one")
     if not folder.exists():
-        raise SettingsError(f"medusa: there are no heads at {str(named)!r}; `decoders train medusa` makes some")
+        raise SettingsError(f"medusa: there are no heads at {str(named)!r}; train heads with `decoders train medusa`")
     return folder
 
 
 def check_fit(heads: MedusaHeads, model: PreTrainedModel, origin: str | Path) -> None:
-    """Raises SettingsError if the hidden size or vocabulary of `heads` differs from the target's. origin: where they were loaded."""
+    """Raises SettingsError if the hidden size or vocabulary of `heads` differs from the target's. origin: file or folder of `heads`."""
     config, (vocab, hidden) = heads.config, model.get_output_embeddings().weight.shape
     if (config.vocab_size, config.hidden_size) != (vocab, hidden):
         raise SettingsError(
             f"medusa: the heads in {origin} are for hidden size {config.hidden_size} and a vocabulary of "
-            f"{config.vocab_size}, this {type(model).__name__} has hidden size {hidden} and {vocab}"
+            f"{config.vocab_size}, this {type(model).__name__} has hidden size {hidden} and a vocabulary of {vocab}"
         )
 
 
@@ -180,7 +180,7 @@ def save_heads(heads: MedusaHeads, folder: Path, dtype: torch.dtype = torch.floa
 
 
 def load_heads(folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None) -> MedusaHeads:
-    """Loads heads from a folder in our or the authors' format, or from the authors' weights file. Caches them until files change.
+    """Loads heads from a folder in our or the authors' format, or from the authors' weights file. Caches them until the files change.
 
     No code in the files is run: a pickled checkpoint is read by torch's ``weights_only`` loader.
 
@@ -274,7 +274,7 @@ DEFAULT_TREE: Tree = (
 
 
 def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
-    """The tree of at most `nodes` nodes with the longest mean accepted path on calibration data, as paths, the best first.
+    """Returns the tree of at most `nodes` nodes with the longest mean accepted path on calibration data: its paths, best first.
 
     At every position of the data, the right token of each head has a rank among the head's tokens. The ranks of all heads form the
     position's path. The tree accepts the part of this path that it contains. So a node adds a fixed share to the mean accepted
@@ -296,13 +296,13 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
                 break
             counts[tuple(row[: depth + 1])] += count
     if not counts:
-        raise DecodersError("no tree can be found: on the calibration data no draft token of any head is right")
-    # Of equally frequent nodes the shallower comes first, so that a parent comes before its child.
+        raise DecodersError("no tree can be found: no head predicts any token of the calibration data right")
+    # Among equally frequent paths the shorter comes first, so that a parent comes before its child.
     return tuple(sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes])
 
 
 def accepted_length(ranks: Tensor, tree: Sequence[Sequence[int]]) -> float:
-    """Mean tokens per step with `tree` on calibration data, the target's own token included. ranks: as in :func:`search_tree`."""
+    """Mean tokens per step with `tree` on calibration data, counting the target's own token. ranks: as in :func:`search_tree`."""
     paths = {tuple(path) for path in tree}
     tokens = 0
     for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):

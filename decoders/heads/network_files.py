@@ -33,10 +33,10 @@ def _number(value: Any) -> Any:
     return value
 
 
-#: CONFIG is the name of the config file in every network's folder. DEMO is a setting's value for the network of the demo model.
+#: CONFIG: name of the config file in a network's folder. DEMO: selects the demo model's network in place of a folder.
 CONFIG, DEMO = "config.json", "demo"
 
-#: An integer in a config. ``6.0`` is accepted as one; ``"6"`` and ``true`` are not.
+#: An integer in a config. ``6.0`` is accepted as an integer; ``"6"`` and ``true`` are errors.
 Whole = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Whole, Field(ge=1)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
@@ -56,14 +56,14 @@ class FileConfig(BaseModel):
         """Returns the config with the values in `raw`, the parsed content of a JSON file.
 
         Args:
-            place: the strategy and the file, for messages: ``eagle3: /heads/config.json``.
+            place: the strategy and the file, with which messages begin: ``eagle3: /heads/config.json``.
             kind: what the file should contain, for messages: "config of an EAGLE-3 head".
 
         Raises:
             SettingsError: `raw` is not an object, lacks fields, or has a field of another type or out of range.
         """
         if not isinstance(raw, dict):
-            raise SettingsError(f"{place} is not a {kind}: it holds {shortened(json.dumps(raw))} instead of an object")
+            raise SettingsError(f"{place} is not a {kind}: {shortened(json.dumps(raw))} is not an object")
         try:
             return cls.model_validate({name: value for name, value in raw.items() if value is not None})
         except ValidationError as error:
@@ -128,7 +128,7 @@ class LlamaLayerConfig(FileConfig):
                 f"num_key_value_heads is {self.num_key_value_heads}, which does not divide num_attention_heads, {heads}"
             )
         if (self.head_dim or width // heads) % 2:
-            raise ValueError(f"head_dim is {self.head_dim or width // heads}, and rotary positions need an even one")
+            raise ValueError(f"head_dim is {self.head_dim or width // heads}, but rotary positions need an even number")
         return self
 
     def llama(self, place: str, **fields: Any) -> LlamaConfig:
@@ -145,7 +145,7 @@ class LlamaLayerConfig(FileConfig):
             rope = [f"{name} is {own[name]!r}" for name in ("rope_scaling", "rope_parameters") if name in own]
             what = shortened(", ".join(rope) or "the layer's config", 120)
             raise SettingsError(
-                f"{place}: {what}, and transformers makes no Llama layer of it: {shortened(str(error), 300)}"
+                f"{place}: {what}: transformers cannot build this Llama layer: {shortened(str(error), 300)}"
             ) from error
         return config
 
@@ -159,14 +159,14 @@ class WindowedLayerConfig(LlamaLayerConfig):
     use_sliding_window: bool = True
 
     def windows(self, place: str, everywhere: bool) -> tuple[int | None, ...]:
-        """Each layer's ``sliding_window``, None for layers without a window; empty if no layer has a window. place: as in :meth:`of`.
+        """For each layer its ``sliding_window``, or None without a window; empty if no layer has a window. place: as in :meth:`of`.
 
         Args:
-            everywhere: whether, without ``layer_types``, all layers have the window.
+            everywhere: whether all layers of a config without ``layer_types`` have the window.
 
         Raises:
-            UnsupportedError: there is no layer, or ``layer_types`` does not list one known type per layer.
-            SettingsError: a layer has a window, and ``sliding_window`` is missing.
+            UnsupportedError: there is no layer, or ``layer_types`` does not name a known type for every layer.
+            SettingsError: a layer has a window, but ``sliding_window`` is missing.
         """
         count, window = self.num_hidden_layers, self.sliding_window
         windowed = everywhere and self.use_sliding_window and bool(window)
@@ -179,7 +179,7 @@ class WindowedLayerConfig(LlamaLayerConfig):
         if "sliding_attention" not in types:
             return ()
         if not window:
-            raise SettingsError(f"{place} has layers with a sliding window, and no sliding_window")
+            raise SettingsError(f"{place} has layers with a sliding window, but no field sliding_window")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -194,12 +194,12 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
 
 
 def find_network(named: str | None, config: Any, kind: str, what: str, argument: str, advice: str = "") -> Path:
-    """The folder of a network for a target with this `config`: `named`, or else the subfolder `kind` of the target's own folder.
+    """The folder of a drafting network: `named`, or else the subfolder `kind` of the folder of the target, which has this `config`.
 
     Args:
         named: a path. ``demo`` stands for the network of this `kind` that comes with the demo model.
         kind: the strategy's name, which is also the name of the subfolder in the target's folder: "eagle3".
-        what: the network, for messages: "a head".
+        what: the kind of network in messages: "a head".
         argument: the strategy's setting that names the folder.
         advice: how to get a network, for messages: "`my-command` makes one".
 
@@ -224,7 +224,7 @@ def read_json(path: Path, missing: str, owner: str) -> Any:
     """The content of a JSON file.
 
     Args:
-        missing: the message if the file cannot be read: "there is no head at …".
+        missing: text of the error if the file cannot be read: "there is no head at …".
         owner: the strategy, for messages.
 
     Raises:
@@ -263,7 +263,7 @@ def filled(
     """Loads the weights `state` into `network`, and returns it frozen, on `device` and in `dtype`.
 
     Args:
-        state: the network's weights by name, complete and without others.
+        state: all weights of the network by name, and no others.
         place: the weights' file, for messages.
         owner: the strategy, for messages.
 

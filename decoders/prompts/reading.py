@@ -19,13 +19,13 @@ from .templates import encode_messages
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The content of a prompt: a text to continue, or the messages so far, for a chat template.
+#: The content of a prompt: a text to continue, or the messages of a conversation so far, which a chat template renders.
 Content = str | list[dict[str, str]]
-#: Prompts, each as its name, its kind (category), and its text or messages.
+#: Prompts, each as a tuple: name, kind (category), content.
 Texts = list[tuple[str, str, Content]]
 
-#: Kinds of made-up prompts: texts with an obvious continuation, each cut off within a line; random printable characters; and ten
-#: successive versions of one file, each with the same edit to make, as an agent gets them.
+#: Kinds of made-up prompts. predictable: texts with an obvious continuation, each cut off within a line. random: random printable
+#: characters. agent: successive prompts of a coding agent, ten versions of one file with the same edit to make.
 MADE_UP = ("predictable", "random", "agent")
 #: Kinds of instructions. A story repeats neither its prompt nor itself, so n-gram lookups find little.
 INSTRUCTIONS = ("edit", "summary", "extract", "chat", "code", "list", "story")
@@ -38,7 +38,7 @@ def instructions(kind: str) -> Texts:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, content: Content) -> list[int]:
-    """The tokens of a prompt. Messages are rendered by the chat template; if the tokenizer has none, they are joined (:func:`bare`).
+    """The tokens of a prompt. The chat template renders messages. Without a template, messages are joined (:func:`bare`).
 
     Raises:
         SettingsError: `content` is neither a text nor messages, or has no tokens.
@@ -69,8 +69,8 @@ def read_prompts(chosen: str, limit: int | None) -> Texts:
     """The prompts that ``--prompts`` asks for, at most `limit` of each kind (None: all).
 
     Args:
-        chosen: comma-separated kinds: kinds of the demo (``all`` for all of them), ``instruct`` or ``instruct:edit``,
-            ``predictable``, ``random``, ``agent``; or the path of a file.
+        chosen: the path of a file, or comma-separated kinds: ``code``, ``copy``, ``docstring`` (``all``: these three, the kinds of the
+            demo), ``predictable``, ``random``, ``agent``, ``instruct:edit`` and so on (``instruct``: all of :data:`INSTRUCTIONS`).
 
     Raises:
         SettingsError: there is no such kind or file, or no prompt in the file.
@@ -99,12 +99,12 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
     except FileNotFoundError as error:
         odd = next((piece.strip() for piece in chosen.split(",") if piece.strip() not in known), chosen)
         raise SettingsError(
-            f"--prompts {chosen!r} is not a file, and {odd!r} not a kind. {suggest(odd, known)}"
+            f"--prompts {chosen!r} is not a file, and {odd!r} is not a kind. {suggest(odd, known)}"
         ) from error
     except (OSError, ValueError) as error:
         raise SettingsError(f"--prompts {chosen!r} cannot be read: {error}") from error
     if not any(text for _, text in prompts):
-        raise SettingsError(f"--prompts {chosen}: there is no text in it")
+        raise SettingsError(f"--prompts {chosen}: there is no text in this file")
     texts: Texts = []
     for kind in dict.fromkeys(kind for kind, _ in prompts):
         contents = [text for other, text in prompts if other == kind][:limit]
@@ -113,7 +113,7 @@ def _from_file(chosen: str, limit: int | None, known: tuple[str, ...]) -> Texts:
 
 
 def read_file(path: Path) -> list[tuple[str, Content]]:
-    """The kind and content of each prompt in a file. The file is one text, or objects with a text or messages (:func:`read_rows`).
+    """The kind and content of each prompt in a file. The file holds one text, or rows with a text or messages (:func:`read_rows`).
 
     Raises:
         OSError, ValueError: the file has another format.
@@ -133,7 +133,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         try:
             import pyarrow.parquet
         except ImportError as error:
-            raise SettingsError(f"{path} is read with pyarrow: {installing('bench')}") from error
+            raise SettingsError(f"{path} cannot be read without pyarrow: {installing('bench')}") from error
         return list(pyarrow.parquet.read_table(path).to_pylist())
     content = path.read_bytes()
     try:
@@ -141,23 +141,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     rows = []
-    # Not splitlines(), since texts may contain other line separators.
+    # Not splitlines(), because texts may contain other line separators.
     for number, line in enumerate(text.split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:  # which counts the lines of `line` alone
+        except json.JSONDecodeError as error:  # error.lineno is 1: every line is parsed by itself
             raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
     return rows
 
 
 def _prompt(item: Any, kind: str) -> tuple[str, Content]:
-    """Kind (by default `kind`) and content of `item`, a line of a file: an object with ``text``, or ``messages`` with role and content.
+    """The kind (`kind` if `item` names none) and the content of `item`, the object in a line of a file: its ``text`` or ``messages``.
 
     Raises:
-        SettingsError: the line has neither a text nor messages.
+        SettingsError: `item` has neither a text nor messages.
     """
     if not isinstance(item, dict) or not ("messages" in item or "text" in item):
-        raise SettingsError(f"a line must have a text, or messages, unlike {shortened(repr(item))}")
+        raise SettingsError(f"a line must be an object with the field text or messages, not {shortened(repr(item))}")
     return item.get("kind", kind), _checked(item.get("messages", item.get("text")))
 
 

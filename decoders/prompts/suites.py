@@ -55,7 +55,7 @@ SUITES: dict[str, Suite] = {
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a suite: the user's `turns`. kind: the question's category."""
+    """A question of a benchmark: its category `kind`, and the texts `turns` that the user writes one after the other."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ class Question:
 
 
 def read_suite(name: str, data: Path | None, samples: int | None = None, seed: int = 0) -> list[Question]:
-    """The questions of the suite `name`, in the order of its file. Draws `samples` of each category (None: all) with `seed`.
+    """The questions of the suite `name`, in the order of the file `data`. With `seed`, draws `samples` of each category (None: all).
 
     Raises:
         UnknownNameError: no such suite. SettingsError: `data` is missing, or is not a file of this suite.
@@ -73,21 +73,21 @@ def read_suite(name: str, data: Path | None, samples: int | None = None, seed: i
     suite = SUITES[name]
     expected = f"{suite.files[0].rpartition('/')[2]} from {suite.source}"
     if data is None:
-        raise SettingsError(f"--suite {name} needs --data: {expected}, or a folder with it")
+        raise SettingsError(f"--suite {name} needs --data: give {expected}, or a folder that contains this file")
     path = _file(suite, data, expected)
     try:
         questions = [_question(suite, name, number, row) for number, row in enumerate(read_rows(path), 1)]
     except SettingsError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"--data {path} is not a file of {name}: {error}; {expected} is one") from error
+        raise SettingsError(f"--data {path} is not a file of {name}: {error}; give {expected}") from error
     if missing := sum(PLACEHOLDER in turn for question in questions for turn in question.turns[:1]):
         raise SettingsError(
-            f"--data {path}: {missing} of {len(questions)} questions are placeholders for texts that are published elsewhere: have "
-            "prepare_data.py of github.com/NVIDIA/Model-Optimizer, examples/specdec_bench, fetch them"
+            f"--data {path}: {missing} of {len(questions)} questions are placeholders for texts that are published elsewhere: run "
+            "examples/specdec_bench/prepare_data.py of github.com/NVIDIA/Model-Optimizer, which fetches these texts"
         )
     if not questions:
-        raise SettingsError(f"--data {path}: there is no question in it")
+        raise SettingsError(f"--data {path}: there is no question in this file")
     chosen = set[int]()
     for kind in dict.fromkeys(question.kind for question in questions):
         numbers = [number for number, question in enumerate(questions) if question.kind == kind]
@@ -99,16 +99,16 @@ def read_suite(name: str, data: Path | None, samples: int | None = None, seed: i
 def _file(suite: Suite, data: Path, expected: str) -> Path:
     if not data.is_dir():
         if not data.is_file():
-            raise SettingsError(f"--data {data}: there is no such file or folder; expected is {expected}")
+            raise SettingsError(f"--data {data}: there is no such file or folder; give {expected}")
         return data
     for pattern in suite.files:
         paths = sorted(data.glob(pattern)) or sorted(data.rglob(pattern))
         if len(paths) > 1:
             several = ", ".join(str(path.relative_to(data)) for path in paths)
-            raise SettingsError(f"--data {data} has several files, give one of them: {several}")
+            raise SettingsError(f"--data {data} has several files of the benchmark; give one of them: {several}")
         if paths:
             return paths[0]
-    raise SettingsError(f"--data {data}: there is no {' or '.join(suite.files)} in it; expected is {expected}")
+    raise SettingsError(f"--data {data}: there is no {' or '.join(suite.files)} in this folder; give {expected}")
 
 
 def _question(suite: Suite, name: str, number: int, row: dict[str, Any]) -> Question:
@@ -126,7 +126,7 @@ def _question(suite: Suite, name: str, number: int, row: dict[str, Any]) -> Ques
 def conversations(
     suite: Suite, questions: Sequence[Question], answer: Callable[[Content], str], template: bool
 ) -> Texts:
-    """The prompts of all turns of `questions`; a later turn's prompt contains the earlier answers.
+    """The prompts of all turns of `questions`. The prompt of a later turn contains the earlier turns and their answers.
 
     Args:
         answer: returns the answer to a prompt.

@@ -1,6 +1,4 @@
-"""Chat templates. Renders short conversations (probes) by a template, to find out which messages the template accepts and how it writes
-function calls.
-"""
+"""Chat templates: renders short conversations (probes) with a template, to learn which messages it accepts and how it writes calls."""
 
 from __future__ import annotations
 
@@ -44,12 +42,12 @@ def read_template(path: Path) -> str:
     return text
 
 
-#: A function that renders messages and optional tools; the last argument says whether to add the generation prompt.
+#: A function that renders messages and tools (or None). Its last argument says whether to add the generation prompt.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe value", "probed text"
 _ID, _OTHER_ID, _LONG_ID = "call00000", "call00001", f"call_{'0f' * 12}"
-#: Letters and length of call ids, for templates that check them.
+#: Letters and length of call ids, for templates that accept only short ids (:attr:`CallStyle.short_ids`).
 _LETTERS, _SHORT = string.ascii_letters + string.digits, 9
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
 
@@ -71,16 +69,16 @@ class CallStyle:
     """How a model writes function calls, and in which form its template accepts calls.
 
     Attributes:
-        format: the format of calls; bare JSON if the template does not mention calls.
+        format: the format of calls; JSON without markers if the template does not show any format.
         reads_tools: whether the template lists the functions for the model.
         reads_calls: whether the template accepts messages with calls.
         as_text: whether the template expects a call's arguments as a JSON string instead of an object.
-        values_as_text: whether the values of the arguments are passed as JSON texts (strings unchanged), because the template would
-            write Python's ``True``.
+        values_as_text: whether each argument's value is passed as a JSON text (strings unchanged), because the template would write
+            other values as Python does: ``True``.
         short_ids: whether the template accepts only ids of nine letters and digits.
         one_call: whether the template accepts only one call per message.
-        one_text: whether a message with calls may contain a thought or a text, but not both.
-        special: whether the markers of calls contain special tokens.
+        one_text: whether the template refuses a message with calls that has both a thought and a text.
+        special: whether the markers around calls contain special tokens.
     """
 
     format: CallFormat = CallFormat("template", between=None)
@@ -97,7 +95,7 @@ class CallStyle:
         """A function call in the form that the template expects.
 
         Args:
-            text: the arguments as the model wrote them.
+            text: the arguments as the model wrote them, used if the template expects a string.
         """
         given: Any = arguments
         if self.as_text:
@@ -116,7 +114,7 @@ class CallStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def id_of(self, id: str, name: str | None = None, number: int = 0) -> str:
-        """`id` in a form that the template accepts; equal arguments give the same id.
+        """The call id `id`, changed if the template does not accept its form. Equal arguments give equal ids.
 
         Args:
             name: the function's name, if known.
@@ -135,7 +133,7 @@ class MessageStyle:
     """Which messages a template shows the model, and in which form.
 
     Attributes:
-        parts: roles whose content is passed as a list of parts; for other roles it is a string.
+        parts: roles whose content is passed as a list of parts. The content of other roles is a string.
         unread: roles whose messages the template refuses or silently leaves out.
         needs_text: whether the template refuses an assistant's message without text, such as a thought alone.
     """
@@ -149,12 +147,12 @@ class MessageStyle:
         return [{"type": "text", "text": text}] if role in self.parts else text
 
     def message(self, role: str, text: str, **more: Any) -> dict[str, Any]:
-        """A message of `role`; more: further entries of the message."""
+        """A message of `role`. more: further entries of the message."""
         return {"role": role, "content": self.content(role, text), **more}
 
 
 def message_style(render: Render) -> MessageStyle:
-    """The style of a template. For each role, probes show whether the template renders a string, a list of parts, or neither."""
+    """The style of a template's messages. For each role, probes show if the template renders a string, a list of parts, or neither."""
     style = MessageStyle()
     for role in ("user", "assistant", "system", "tool"):
         forms = (style, MessageStyle(style.parts | {role}, style.unread))
@@ -170,8 +168,8 @@ def message_style(render: Render) -> MessageStyle:
 def encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> BatchEncoding:
-    """Renders `messages` with the tokenizer's own template and generation prompt, and encodes the text. A string becomes a list of
-    parts where the template needs one. options: arguments of the tokenizer.
+    """Renders `messages` with the tokenizer's own template and generation prompt, and encodes the text. A string content
+    becomes a list of parts if the template needs a list. options: further arguments of the tokenizer call.
     """
 
     def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, ask: bool) -> str:
@@ -192,7 +190,7 @@ _STYLES = (
     CallStyle(reads_calls=True, values_as_text=True),
 )
 _ARGUMENTS = {_KEY: _VALUE}
-#: Arguments that Python and JSON write differently, and a pattern for Python's words.
+#: Arguments that Python and JSON write differently (``True``, ``true``), and a pattern for the words of Python.
 _FLAG = {"probe_flag": True}
 _TELLING, _PYTHON = _ARGUMENTS | _FLAG | {"probe_list": [False, None]}, re.compile("True|False|None")
 
@@ -223,11 +221,11 @@ class _CallProbe:
 
     @property
     def rank(self) -> int:
-        """The rank of the style, lower is better: 0 to 2 if the template writes arguments as JSON, 3 or 4 if it does not."""
+        """How well `style` suits the template: 0 to 2 if the template then writes arguments as JSON (0 is best), 3 or 4 if not."""
         telling = self.rendered(_TELLING)
         if self.style.as_text:
             return 1 if json.dumps(_TELLING) in telling else 4
-        if self.style.values_as_text:  # only the words are compared, since strings may be quoted differently
+        if self.style.values_as_text:  # compares only the word True, because the quotes of strings may differ
             given = replace(self, style=_STYLES[0]).rendered(_FLAG)
             return 2 if self.rendered(_FLAG) == given.replace("True", "true") else 4
         return 0 if len(_PYTHON.findall(telling)) == len(_PYTHON.findall(self.rendered())) else 3
@@ -241,7 +239,7 @@ class _CallProbe:
 
     @property
     def limited(self) -> CallStyle:
-        """The style with the template's restrictions (ids, number of calls, text beside thoughts), found by probing."""
+        """`style` with the template's restrictions, found by probing: on ids, number of calls, and text beside thoughts."""
         if not self.takes(_ID):
             return self.style
         return replace(
@@ -253,11 +251,11 @@ class _CallProbe:
 
 
 def call_style(render: Render, messages: MessageStyle, specials: Sequence[str], source: str = "") -> CallStyle:
-    """How the template writes calls.
+    """Finds out how a template writes function calls.
 
     Args:
-        specials: the special tokens' texts.
-        source: the template's source.
+        specials: texts of the special tokens.
+        source: the template's source text.
     """
     user = messages.message("user", "probe")
     reads_tools = _NAME in _rendered(render, [user], [_TOOL], True)
@@ -295,7 +293,7 @@ class ChatStyle:
 
     Attributes:
         messages: the roles that the template renders, and the form of their messages.
-        calls: how calls are written.
+        calls: how function calls are written.
     """
 
     messages: MessageStyle = MessageStyle()
@@ -308,11 +306,10 @@ class ChatStyle:
         """The style of a template, found by rendering probes.
 
         Args:
-            render: renders messages and optional tools by the template; its last argument says whether to add the generation prompt.
-                None: there is no template.
-            special: names of the special tokens.
-            source: the template's source.
-            tool_format: name of the format of calls; None: the format that the template shows.
+            render: renders messages by the template, see :data:`Render`. None: there is no template.
+            special: texts of the special tokens.
+            source: the template's source text.
+            tool_format: name of a format of function calls; None: the format that the template shows.
 
         Raises:
             UnknownNameError: there is no format of this name.
@@ -354,7 +351,7 @@ def _rendered(
 
 
 def _find_call(text: str, prompt: str) -> tuple[int, int, str] | None:
-    """Begin and end of the probe call's JSON after `prompt`, and the key of its arguments; None if there is no such call."""
+    """Begin and end of the probe call's JSON after `prompt`, and the key of the call's arguments; None if `text` has no such call."""
     begin = text.find(_NAME, len(prompt)) if text.startswith(prompt) else -1
     while begin >= 0 and (begin := text.rfind("{", len(prompt), begin)) >= 0:
         try:

@@ -28,7 +28,7 @@ __all__ = [
     "TokenRecyclingSettings",
 ]  # fmt: skip
 
-#: The built-in strategies, in the order of listings.
+#: The built-in strategies, in the order in which they are listed.
 BUILT_IN: tuple[type[Strategy], ...] = (
     Auto, Autoregressive, Speculative, EarlyExit, Threshold, Staged, Lookahead, PromptLookup, Ngram, Suffix, TokenRecycling,
     Medusa, Mtp, Eagle3, DFlash, Grammar,

@@ -22,7 +22,7 @@ from .auto_candidates import FIRST_DEPTH, Candidate, Experience, Ledger, first_p
 from .auto_plan import AutoState, Memory, Plan
 from .merged import union
 
-#: Weight of the newest step in two moving means: tokens per step and seconds per step. Their ratio is the present rate.
+#: Weight of the newest step in two moving means: tokens per step and seconds per step. The ratio of both means is the present rate.
 RATE_WEIGHT = 1 / 32
 
 
@@ -45,7 +45,7 @@ class AutoSettings(Settings):
     def _different(cls, candidates: tuple[str, ...] | None) -> tuple[str, ...] | None:
         names = [name.replace("-", "_") for name in candidates or ()]
         if len(set(names)) < len(names) or "auto" in names:
-            raise ValueError("each candidate once, and not auto itself")
+            raise ValueError("name each candidate once, and do not name auto")
         return tuple(names) or None
 
 
@@ -75,7 +75,7 @@ class Auto(Strategy):
         return tuple(self._made.values())
 
     def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
-        """Creates the candidates. The loop then knows whether any of them reads prompts or layers of the target."""
+        """Creates the candidates, and sets the traits that say whether a candidate reads prompts or layers of the target."""
         if self._made:
             return
         names = self.settings.candidates
@@ -91,16 +91,15 @@ class Auto(Strategy):
             refuse_unfit(strategy)
         merged = merged_traits(tuple(made.values()))
         self.declare(**{name: merged[name] for name in ("reads_prompt", "prompt_logits", "finds_layers")})
-        # A candidate that reads no prompts can be started anew when the rows change, so it need not support `rebatch`.
+        # A candidate without `rebatch` is started anew when the rows change. It must not read prompts, which the loop passes only once.
         self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made.values())
-        self._made = made  # set last: if a candidate is refused above, the next call refuses it again
+        self._made = made  # set last, so that after an error above the next call raises the same error
 
     def layers_for(self, config: Any, count: int) -> tuple[int, ...]:
         return union(self._layers_of(part, config, count) for part in self._made.values())
 
     def _layers_of(self, candidate: Strategy, config: Any, count: int) -> tuple[int, ...]:
-        """Indices of the target's layers that `candidate` reads. Empty if it cannot start, for instance because its files are
-        missing.
+        """Indices of the target's layers that `candidate` reads; empty if the candidate cannot start, for instance without its files.
 
         Raises:
             DecodersError: `candidate` cannot start, although the user has configured it.
@@ -117,11 +116,11 @@ class Auto(Strategy):
     def start(self, context: Context) -> AutoState:
         if not context.coupled:
             raise UnsupportedError(
-                "auto chooses draft tokens by the tokens drawn before, which is exact with the coupled verifier only: take "
-                "verifier='coupled', or another strategy"
+                "auto chooses which draft tokens to verify by tokens that were drawn before, which is exact with the coupled verifier "
+                "only: take verifier='coupled', or another strategy"
             )
         self.compose(context.strategy, {})
-        # The candidates may differ between calls, because plugins can be added or removed. Each set has its own statistics.
+        # Plugins can be added or removed between calls, so candidates may differ. Each set of candidates has its own statistics.
         memory: Memory = context.memory(f"rates of {', '.join(self._made)}", Memory)
         costs: StepCosts = context.costs(measure=True) or _Flat()
         every = self.layers_for(getattr(context.model, "config", None), context.decoder_layers)
@@ -147,7 +146,7 @@ class Auto(Strategy):
     def _opened(
         self, context: Context, name: str, memory: Memory, costs: StepCosts, every: tuple[int, ...]
     ) -> Candidate | str:
-        """Starts the candidate `name`. Returns it, or the reason why it is left out.
+        """Starts the candidate `name`. Returns a :class:`Candidate`, or the reason why the candidate is left out of the call.
 
         Args:
             every: indices of all layers that the candidates read.
@@ -165,19 +164,19 @@ class Auto(Strategy):
             if name in self.settings.config:
                 raise
             return str(error)
-        # The bit is the place among all candidates, also those left out, so that a candidate has the same bit in every call.
+        # Candidates that are left out keep their bits, so that a candidate has the same bit in every call.
         bit = 1 << list(self._made).index(name)
-        known = memory.experience.setdefault(name, Experience())
+        experience = memory.experience.setdefault(name, Experience())
         price = first_price(strategy, context, costs)
         config, count = getattr(context.model, "config", None), context.decoder_layers
         layers = self._layers_of(strategy, config, count), every
-        return Candidate(bit, strategy, state, self.settings.nodes, known, context.clock, price, layers)
+        return Candidate(bit, strategy, state, self.settings.nodes, experience, context.clock, price, layers)
 
     def keeps_rows(self, state: AutoState) -> bool:
         return all(candidate.strategy.keeps_rows(candidate.state) for candidate in state.candidates)
 
     def rebatch(self, state: AutoState, rows: Tensor, context: Context) -> AutoState:
-        """Rows that stay keep their acceptance rates. New rows begin with the rates over all calls."""
+        """Rows that stay keep their acceptance rates. New rows begin with the rates of all rows and calls."""
         before, costs = state.rows, context.costs(measure=True) or _Flat()
         for candidate in state.candidates:
             candidate.state = candidate.strategy.rebatch(
@@ -276,7 +275,7 @@ class Auto(Strategy):
 
 
 def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
-    """The depth to request from a candidate in this step. 0: the candidate is left out. None: it drafts without a requested depth."""
+    """The depth to request from a candidate in this step. 0: do not ask the candidate. None: ask it without requesting a depth."""
     if not plan.tries:
         return 0
     if candidate.limited:
@@ -291,7 +290,7 @@ def _depth(state: AutoState, plan: Plan, candidate: Candidate) -> int | None:
 
 
 def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
-    """The weight of a token in each active row, by row index. It is 1 on average, and larger in rows that are likely to end last."""
+    """The weight of a token in each active row, by row index. It is 1 on average, and larger in rows that are likely to finish last."""
     written = state.ledger.written
     if state.new_tokens is None or written is None or len(state.rows) == 1:
         return dict.fromkeys(active, 1.0)
@@ -300,7 +299,7 @@ def _weights(state: AutoState, active: list[int]) -> dict[int, float]:
 
 
 class _Flat(StepCosts):
-    """Costs for a context without measured costs: every node adds a hundredth of a step's time."""
+    """Assumed costs, for a call without measured costs: every node adds a hundredth of a step's time."""
 
     def __init__(self) -> None:
         super().__init__(None, 1, 1)

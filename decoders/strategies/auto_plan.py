@@ -57,12 +57,12 @@ class AutoState:
     Attributes:
         memory: the statistics that are kept between calls.
         candidates: the drafters that take part in the call.
-        left_out: reasons why other candidates do not take part, by name.
+        left_out: for each other candidate's name, the reason why it does not take part.
         costs: the cost of a step by its number of nodes.
-        rows: a follower for every row. It compares the row's drafts with the written tokens.
+        rows: for every row a follower, which compares the row's drafts with the written tokens.
         ledger: tracks how far the call is behind plain decoding.
         new_tokens: greatest number of tokens that a row may write; None if rows join and leave.
-        tokens: mean number of tokens of a step, the numerator of the rate. Tokens of rows that are likely to end last count more.
+        tokens: mean number of tokens of a step, the numerator of the rate. Tokens of rows that are likely to finish last count more.
         seconds: mean seconds of a step, the denominator of the rate.
         history: the phases so far.
         steps: number of steps so far.
@@ -104,16 +104,16 @@ class Plan:
     Attributes:
         active: indices of the unfinished rows.
         proposals: for each row the nodes that drafters proposed in this step.
-        price: least expected tokens per second for which a node is worth its seconds.
-        worth: expected tokens of the draft, less `price` times the draft's seconds.
+        price: number of expected tokens that a second of drafting or verifying must bring.
+        worth: expected tokens of the draft, minus `price` times the seconds of verifying the draft.
         count: greatest number of draft tokens to verify per row, set by :meth:`weigh`.
         width: number of nodes per row in the step's draft, root excluded, set by :meth:`draft`.
-        chain: 0 if the verified tokens form no chain. Otherwise a bit mask of the drafters that proposed the whole chain.
-        verifying: seconds of verifying nodes, by the bit of the drafter that proposed them first.
+        chain: bit mask of the drafters that proposed all verified tokens, if these form a chain in every row; otherwise 0.
+        verifying: for each drafter's bit, seconds of verifying the nodes that this drafter was the first to propose.
         chosen: time on the call's clock at which the draft was chosen.
 
     Args:
-        weights: value of a token in each active row, 1 on average.
+        weights: weight of a token in each active row, 1 on average.
         most: greatest number of draft tokens per row.
         begun: time on the call's clock at which the step began.
         tries: whether the step may have a draft.
@@ -148,7 +148,7 @@ class Plan:
     def depth_of(self, candidate: Candidate) -> int:
         """The most valuable depth to request from a limited drafter.
 
-        0 if no depth is worth more than the plan as it is, or if the drafter has not run yet.
+        0 if no depth is worth more than the nodes proposed so far, or if the drafter has not run yet.
         """
         best, depth, worth = self.worth, 0, 0.0
         likely = [self.weights[row] for row in self.active]
@@ -199,8 +199,8 @@ class Plan:
     def _chosen(self, row: int) -> list[int]:
         """The nodes of a row that are verified, parents before their children.
 
-        The likeliest path comes first. Each of its tokens then has the slot that plain decoding would give it, so its keys and values
-        have the same bits as in plain decoding. If the token is accepted, it need not be run again.
+        The likeliest path comes first. Each token of the path then has the slot that plain decoding would give it, so its keys and
+        values have the same bits as in plain decoding. If the token is accepted, the target need not run it again.
         """
         parents = self.proposals[row].parents
         path, others = [0], list[int]()
@@ -209,7 +209,7 @@ class Plan:
         return path[1:] + others
 
     def note(self) -> None:
-        """Adds the chosen nodes to the history, and their verification time to `verifying`; sets `chosen`."""
+        """Records the chosen nodes: updates the history, `verifying` and `chosen`."""
         state, sources, gain = self.state, 0, 0.0
         seconds = (self.costs.step(self.count + 1) - self._plain) / max(self.count * len(self.active), 1)
         for row in self.active:
@@ -236,8 +236,8 @@ class Plan:
     def book(self, drafting: float, emitted: dict[int, int]) -> None:
         """Adds to the call's :class:`Ledger` the seconds that the step took longer than a plain step.
 
-        These are `drafting` and the expected seconds of verifying the draft tokens; 0 if the step was not allowed a draft. The
-        measured seconds of verifying are not used, because their noise is greater than the time of the draft tokens.
+        The sum of `drafting` and the expected seconds of verifying the draft tokens; 0 in a step that was not allowed a draft. Measured
+        seconds of verifying are not used, because they vary by more than the time of the draft tokens.
 
         Args:
             drafting: seconds of drafting and of `observe`.

@@ -52,25 +52,24 @@ class _State(FeatureState):
     """The state of a call.
 
     Attributes:
-        of_head: for each layer that the network reads, whether it is the target's last layer. That layer is read after the final
-            norm.
+        of_head: for each target layer that the network reads, whether it is the last layer, whose output is read after the final norm.
     """
 
     of_head: tuple[bool, ...]
 
 
 class DFlash(ReadsFeatures):
-    """A small network drafts a block of tokens. It attends to keys and values that it computes from the target's hidden states.
+    """A small network drafts a block of tokens. The network computes keys and values from the target's hidden states.
 
-    The network's input is a block: the last committed token and mask tokens, which attend to each other. One pass predicts the token
-    in the place of every mask. A draft model may have a head that makes each token fit the token before it: a path selector
-    (DFlash2), a Markov head (DSpark), a recurrent correction (Domino) or a correlator (LiLiCorr). A draft model without an embedding
-    or output head of its own uses the target's.
+    The network's input is a block: the last committed token and mask tokens, which attend to each other and to these keys and values.
+    One pass predicts the token at the place of every mask. A draft model may have a head that makes each token fit the previous token:
+    a path selector (DFlash2), a Markov head (DSpark), a recurrent correction (Domino) or a correlator (LiLiCorr). A draft model
+    without an embedding or output head of its own uses the target's.
 
-    When sampling, drafts are drawn with the noise that the target will draw with.
+    When sampling with the coupled verifier, drafts are drawn with the target's noise, so that both often draw the same token.
 
     Attributes:
-        heads: classes of heads that a draft model may have. The first class that the model's config describes is used.
+        heads: classes of heads that a draft model may have. The first class that the draft model's config describes is used.
     """
 
     name = "dflash"
@@ -86,7 +85,7 @@ class DFlash(ReadsFeatures):
         layers = read_config(folder).layers
         if not all(0 <= layer < count for layer in layers):
             raise SettingsError(
-                f"dflash: the draft model in {folder} reads layers {', '.join(map(str, layers))} of a target that has {count}"
+                f"dflash: the draft model in {folder} reads layers {', '.join(map(str, layers))} of a target that has {count} layers"
             )
         return layers
 
@@ -99,7 +98,7 @@ class DFlash(ReadsFeatures):
         length = levels_of(context, s.length, most)
         if length > most:
             raise SettingsError(
-                f"dflash: length is {length}, and the draft model in {folder} was trained to draft {amount(most, 'token')}: "
+                f"dflash: length is {length}, but the draft model in {folder} was trained to draft {amount(most, 'token')}: "
                 f"set length to {most} at most"
             )
         offered = [len(files.vocabulary or DraftVocabulary(context.vocab_size)), s.children]
@@ -122,11 +121,11 @@ class DFlash(ReadsFeatures):
 class DFlashDrafter(BlockDrafter):
     """The network with its own KV cache. Keys and values in slot ``j`` come from the target's hidden states of token ``j``.
 
-    A block begins at the last token, which the target has not read yet. The next block or window overwrites the block's keys and
-    values.
+    A block begins at the last token, which the target has not read yet. The next block or window overwrites the cache
+    slots of the block.
 
-    Without a head, all nodes of a tree level have the same continuations, because the places of a block do not depend on each other's
-    tokens. Rejection rules stay exact: the draws of a level are independent of draws and acceptances above it.
+    Without a head, all nodes of a tree level have the same continuations, because the network does not see the tokens chosen for other
+    places. Rejection rules stay exact: the draws of a level are independent of draws and acceptances above it.
     """
 
     def __init__(self, context: Context, files: DFlashFiles, length: int, children: int) -> None:
@@ -169,7 +168,7 @@ class DFlashDrafter(BlockDrafter):
             return self.opened(logits)
         self.drafted = DraftedBlock(logits, states, self.context, self.sequences.length > 1, self.embed)
         self.level, self.begun = 0, self.chooser.begin(self.drafted)
-        self.paths: Tensor | None = None  # the head's states at all nodes that have been expanded
+        self.paths: Tensor | None = None  # the head's states at all nodes expanded so far
         return self._chosen(self.sequences.last, None)
 
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
@@ -183,7 +182,7 @@ class DFlashDrafter(BlockDrafter):
         return self._chosen(nodes.clamp(0, self.most_id), above)
 
     def _chosen(self, nodes: Tensor, above: Tensor | None) -> Expansion:
-        """The best continuations of `nodes` ``[B, Q]`` by the head's scores. above: the head's states at the nodes' parents."""
+        """The continuations of `nodes` ``[B, Q]`` with the best scores of the head. above: the head's states at the nodes' parents."""
         assert self.chooser is not None
         choice = self.chooser.choose(self.drafted, self.begun, self.level, nodes, above)
         if choice.state is not None:
@@ -197,24 +196,24 @@ class DFlashDrafter(BlockDrafter):
 
 
 def _check_fit(files: DFlashFiles, context: Context, folder: Path) -> None:
-    """Raises SettingsError if the draft model is for another target, and UnsupportedError if it would draft for a draft model."""
+    """Raises SettingsError if the draft model is for another target, UnsupportedError if the strategy drafts for a draft model."""
     config = files.config
     if context.level > 0:
         raise UnsupportedError("dflash cannot draft for a draft model: its network reads the target's hidden states")
     name, width = type(context.model).__name__, context.model.config.get_text_config(decoder=True).hidden_size
     if config.layer.hidden_size != width:
         raise SettingsError(
-            f"dflash: the draft model in {folder} is {config.layer.hidden_size} wide, this {name} {width}: it shares its embedding and "
-            "output head"
+            f"dflash: the draft model in {folder} is for hidden size {config.layer.hidden_size}, this {name} has hidden "
+            f"size {width}"
         )
     embeddings = embeddings_of(context)
     if not 0 <= config.mask_token_id < embeddings:
         raise SettingsError(
-            f"dflash: the draft model in {folder} embeds token {config.mask_token_id} as its mask, this {name} has "
-            f"{embeddings} embeddings"
+            f"dflash: the draft model in {folder} embeds token {config.mask_token_id} as its mask, but this {name} "
+            f"has only {embeddings} embeddings"
         )
     if config.layer.sliding_window is not None and config.layer.sliding_window < config.block_size:
         raise UnsupportedError(
-            f"dflash: the draft model in {folder} has a block of {config.block_size} tokens, which its sliding "
-            f"window of {config.layer.sliding_window} does not span"
+            f"dflash: the draft model in {folder} has a block of {config.block_size} tokens, but a sliding window of "
+            f"only {config.layer.sliding_window}, which is not supported"
         )

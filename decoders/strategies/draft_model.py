@@ -48,20 +48,20 @@ class DraftModelStrategy(Strategy):
 
     def __init__(self, settings: Settings | None = None, /, **values: Any) -> None:
         super().__init__(settings, **values)
-        # With a draft model in the settings, `generate` neither requires nor takes an assistant model.
+        # With a draft model in the settings, `generate` neither requires nor accepts an assistant model.
         self.needs_assistant = type(self).needs_assistant and getattr(self.settings, "draft_model", None) is None
 
     def draft_model(self, context: Context) -> PreTrainedModel | str:
         """The model that drafts: `draft_model` of the settings, else the call's assistant model.
 
         Raises:
-            UnsupportedError: the settings name no draft model, and the call has no assistant model or this strategy drafts for
-                another draft model.
+            UnsupportedError: the settings name no draft model, and there is no assistant model. A strategy that drafts for another
+                draft model (a stage of `staged`) cannot use the call's assistant model.
         """
         if self.settings.draft_model is not None:
             return self.settings.draft_model
         if context.level > 0 or context.assistant_model is None:
-            raise UnsupportedError(f"{self.name!r} as a stage needs its own model: set its draft_model")
+            raise UnsupportedError(f"{self.name!r} as a stage needs its own model: set draft_model of {self.name}")
         return context.assistant_model
 
     def tree_nodes(self, context: Context) -> int:

@@ -1,4 +1,4 @@
-"""Draft trees: their settings, their shapes, and the code that fills a tree with a drafter's continuations of its nodes.
+"""Draft trees: their settings, their shapes, and the code that fills a tree with tokens from a drafter.
 
 Letters: ``B`` rows, ``Q`` nodes that one pass expands, ``C`` continuations of a node, ``N`` nodes of a tree, root included, ``M``
 nodes found on all levels together, ``K`` nodes that the drafter has run, ``W`` nodes that are expanded on one level.
@@ -39,7 +39,7 @@ GRADE_RATES = (0.45, 0.8, 0.92, 0.98, 1.0)
 #: Number of nodes of a tree, root excluded, if the costs of a step have not been measured.
 TREE_NODES = 24
 
-#: Assumed probabilities that the target chooses the draft's best, second best … token. They shape the default tree
+#: Assumed probabilities that the target chooses the best, the second best … draft token. They shape the default tree
 #: (Chen et al. 2024, "Sequoia", measure such a vector and build the best tree for it).
 RANK_SHARES = (0.66, 0.14, 0.06, 0.035, 0.02, 0.015, 0.01, 0.01)
 
@@ -72,7 +72,7 @@ class TreeForms(Settings):
         tree, template = getattr(self, "tree", "dynamic"), getattr(self, "template", None) is not None
         idle = ("nodes", "children", "beam") if tree == "none" or template else ("beam",) if tree == "static" else ()
         changed = [name for name in idle if getattr(self, name) != type(self).model_fields[name].default]
-        if changed:  # no error, so that every form of a tree can be tried with the same settings
+        if changed:  # a warning only, so that users can try every form of a tree with the same settings
             given = ", ".join(f"{name}={getattr(self, name)}" for name in changed)
             verb, where = "has" if len(changed) == 1 else "have", "a template" if template else f"tree={tree!r}"
             warnings.warn(f"{type(self).__name__}: {given} {verb} no effect with {where}", stacklevel=2)
@@ -121,9 +121,9 @@ class DraftTree(ABC):
 
     Attributes:
         depth: number of levels.
-        ahead: greatest number of slots that a draft model writes after a row's last token.
-        children: number of continuations per node that the tree asks for.
-        least_children: number of continuations per node that the tree needs at least.
+        ahead: greatest number of cache slots that a draft model fills after a row's last token.
+        children: number of continuations per node that the tree requests from the drafter.
+        least_children: least number of continuations per node with which the tree can be filled.
     """
 
     depth: int
@@ -137,7 +137,7 @@ class DraftTree(ABC):
 
     @abstractmethod
     def of_rows(self, rows: int, device: torch.device) -> DraftTree:
-        """Returns this tree for a batch of `rows` rows. Used by :meth:`decoders.Strategy.rebatch`."""
+        """Returns a tree of this shape for a batch of `rows` rows. Used by :meth:`decoders.Strategy.rebatch`."""
 
 
 class StaticTree(DraftTree):
@@ -156,7 +156,7 @@ class StaticTree(DraftTree):
         self.depth = self.topology.max_depth
         self.ahead = len(self.topology)
         parents, offsets = self.topology.parents, self.topology.offsets
-        inner = [0, *sorted(set(parents[1:]) - {0})]  # ordered by depth, as the nodes are
+        inner = [0, *sorted(set(parents[1:]) - {0})]  # in the order of depth, like the nodes
         inner_tree = Topology.from_parents([-1] + [inner.index(parents[node]) for node in inner[1:]])
         self._levels: list[tuple[Tensor, Tensor, Tensor, TreeTensors]] = []
         for depth in range(self.depth):
@@ -195,9 +195,9 @@ class DynamicTree(DraftTree):
     """The likeliest nodes by cumulative draft probability, found level by level (as in Spector & Ré 2023; Li et al. 2024, "EAGLE-2").
 
     Each pass expands a beam: the likeliest nodes of the deepest level. At the end the likeliest nodes of all levels are kept. Each
-    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)``. The target will
-    draw with the same noise. The choice of nodes then depends on drawn tokens, which would bias rejection rules. So the
-    tree is exact with the coupled verifier only.
+    row gets a tree of its own shape. When sampling, the probability of a node comes from ``softmax(log q + noise)``, with the noise
+    with which the target draws. The choice of nodes then depends on drawn tokens, which would bias rejection rules. So the tree is
+    exact with the coupled verifier only.
 
     Args:
         depth: number of levels.
@@ -225,11 +225,11 @@ class DynamicTree(DraftTree):
         return self.weighted(drafter)[0]
 
     def weighted(self, drafter: Expands, floor: Tensor | None = None) -> tuple[Draft, Tensor]:
-        """Expands trees for all rows, and returns the draft and the probabilities of its nodes.
+        """Expands a tree for every row.
 
         Args:
-            floor: ``[B]``, nodes with a smaller log-probability are not expanded. With a floor, expansion ends when no row has a node
-                to expand, and the host waits for the device once per level.
+            floor: ``[B]``, least cumulative log-probability of nodes that are expanded. With a floor, expansion ends when no row has a
+                node to expand, and the host waits for the device once per level.
 
         Returns:
             the draft and the cumulative log-probabilities of its nodes, ``[B, N-1]``.
@@ -239,7 +239,7 @@ class DynamicTree(DraftTree):
         nowhere = torch.zeros_like(tokens)
         level = (tokens, weights, nowhere - 1, nowhere)  # tokens, weights, parents, the parents' places in the cache
         levels, count = [level], tokens.shape[1]
-        # The root. These are new tensors because Dynamo (torch 2.13) fails on guards about the strides of a slice.
+        # The root. `parents` and `offsets` are new tensors because Dynamo (torch 2.13) fails on guards about the strides of a slice.
         parents, offsets = nowhere.new_zeros(len(nowhere), 1), nowhere.new_zeros(len(nowhere), 1)
         visible = torch.ones_like(offsets[:, :, None], dtype=torch.bool)
         for _ in range(1, self.depth):
@@ -249,7 +249,7 @@ class DynamicTree(DraftTree):
             nodes, reached, chosen, parents, offsets, visible = self._frontier(
                 level[0], level[1], level[3], parents, offsets, visible, floor, width
             )
-            # All nodes are draft tokens, so a node sees exactly its ancestors.
+            # A draft token sees exactly its ancestors, so `visible` is also the tensor of ancestors.
             expansion = drafter.expand(nodes, TreeTensors(parents, offsets, visible, visible))
             start = count - level[0].shape[1]
             level = self._expanded(expansion.tokens, expansion.weights, reached, chosen + start, offsets)
@@ -259,7 +259,7 @@ class DynamicTree(DraftTree):
         tokens, weights, *tree = self._best(tokens, weights, above, min(self.nodes, count), self._bound)
         shape = TreeTensors(*tree)
         above = torch.nn.functional.pad(weights, (1, 0)).gather(1, shape.parents[:, 1:].clamp(min=0))
-        # If a node and its parent are absent, the difference -inf - -inf is nan. It becomes -inf, as for any absent node.
+        # If a node and its parent are absent, their difference -inf - -inf is nan. It becomes -inf, as for all absent nodes.
         own = (weights - above).nan_to_num(nan=float("-inf"))
         return Draft(tokens, shape, depth=self.depth, grades=grades_of(own)), weights
 
@@ -268,36 +268,36 @@ def grades_of(weights: Tensor) -> Tensor:
     """Grades 0 … 4 of draft tokens, int64. :data:`GRADE_RATES` lists the usual acceptance rate of each grade.
 
     Args:
-        weights: each token's log-probability given the tokens before, float32 of the same shape.
+        weights: each token's log-probability given its path, float32 of the same shape.
     """
     return sum(((weights > math.log(bound)).long() for bound in GRADES), torch.zeros_like(weights, dtype=torch.int64))
 
 
 def require_coupled(context: Context, strategy: str) -> None:
-    """Checks that the call has the coupled verifier. Drafts whose shape depends on drawn tokens need it.
+    """Checks that the call has the coupled verifier. With other verifiers, drafts whose shape depends on drawn tokens are not exact.
 
     Raises:
-        UnsupportedError: the call has another verifier. The drafts would not be exact with it.
+        UnsupportedError: the call has another verifier.
     """
     if not context.coupled:
         raise UnsupportedError(
-            f"{strategy}: a tree whose nodes are chosen by drawn tokens is exact with the coupled verifier only; take a static tree, "
-            "or verifier='coupled'"
+            f"{strategy}: the nodes of a dynamic tree depend on drawn tokens, so the tree is exact with the coupled verifier only: "
+            "take a static tree, or verifier='coupled'"
         )
 
 
 def levels_of(context: Context, chosen: int | None, otherwise: int) -> int:
-    """The depth of a draft: the user's setting `chosen`. If it is None, as many levels as step costs allow, but at most `otherwise`."""
+    """Number of levels of a draft: the user's setting `chosen`; for None as many as the costs of a step allow, at most `otherwise`."""
     return chosen or min(otherwise, draft_budget(context.costs, None, otherwise))
 
 
 def shape_of(
     strategy: str, tree: str, depth: int, children: int, nodes: int | None, beam: int, context: Context
 ) -> DraftTree:
-    """The tree for a setting: a chain (``"none"``), a fixed shape (``"static"``), or a shape chosen in every step (``"dynamic"``).
+    """The tree for the setting `tree`: ``"none"``: a chain; ``"static"``: a fixed shape; ``"dynamic"``: a shape chosen in every step.
 
     Args:
-        strategy: name of the strategy, for the error.
+        strategy: name of the strategy, for the error message.
         tree: a value of :data:`TreeForm`.
         depth: number of levels of the tree.
         children: greatest number of continuations of a node.
@@ -306,7 +306,7 @@ def shape_of(
         context: the call's context.
 
     Raises:
-        UnsupportedError: the tree is dynamic, and the call has another verifier than the coupled one.
+        UnsupportedError: the tree is dynamic, and the verifier is not the coupled verifier.
     """
     nodes = draft_budget(context.costs, nodes, TREE_NODES)
     if tree == "dynamic":
@@ -325,11 +325,12 @@ def frontier(
     tokens: Tensor, weights: Tensor, places: Tensor, parents: Tensor, offsets: Tensor, visible: Tensor, floor: Tensor | None,
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Chooses the `width` likeliest nodes of a level, and appends them to the tree of nodes that the draft model has run.
+    """Chooses the `width` likeliest nodes of a level, and appends them to the tree of the ``K`` nodes that the draft model has run.
 
     Args:
-        tokens, weights, places: ``[B, n]``, the level's tokens, cumulative log-probabilities, and their parents' indices in the tree.
-        parents, offsets, visible: ``[B, K]``, ``[B, K]`` and ``[B, K, K]``, the tree of nodes that the draft model has run.
+        tokens, weights, places: ``[B, n]``, the level's tokens, cumulative log-probabilities, and indices of their parents in the tree.
+        parents, offsets, visible: ``[B, K]``, ``[B, K]`` and ``[B, K, K]``, the tree's parents, depths and visibility.
+        floor: ``[B]``, cumulative log-probability below which nodes count as absent; None: no bound.
 
     Returns:
         the chosen nodes' tokens, cumulative log-probabilities and indices in the level, ``[B, W]``; then parents, offsets and
@@ -358,8 +359,8 @@ def expanded(
 
     Args:
         tokens, weights: ``[B, W, C]``, the continuations, and the log-probability of each given its path.
-        reached, parents: ``[B, W]``, cumulative log-probabilities of the ``W`` nodes, and their indices among all nodes found.
-        offsets: ``[B, K]``, as in :func:`frontier`; only ``K`` is read.
+        reached, parents: ``[B, W]``, the ``W`` nodes' cumulative log-probabilities, and their indices among the ``M`` nodes found.
+        offsets: ``[B, K]``; only its size is used, to compute the nodes' places in the cache.
 
     Returns:
         the level's tokens, cumulative log-probabilities, parents, and the parents' places in the cache, each ``[B, W·C]``.

@@ -51,12 +51,12 @@ class Eagle3Settings(TreeForms):
 class Eagle3(ReadsFeatures):
     """A head of one decoder layer (P-EAGLE: several) drafts from hidden states of the target.
 
-    For every token, the head reads the token's embedding and the fused hidden states of three target layers at the token before.
-    (EAGLE and EAGLE-2 heads read the input of the target's output head instead of three layers.) From the second drafted token on,
+    For every token, the head reads the token's embedding and the previous token's hidden states, fused from three target layers.
+    (EAGLE and EAGLE-2 heads read the input of the target's output head instead of three layers.) From the second draft token on,
     the head's own output replaces these hidden states, because the target has not computed them yet. A P-EAGLE head reads masks
     instead, and drafts all tokens in one pass. The head's vocabulary may be a part of the target's.
 
-    When sampling, drafts are drawn with the noise that the target will draw with.
+    When sampling with the coupled verifier, drafts are drawn with the target's noise, so that both often draw the same token.
     """
 
     name = "eagle3"
@@ -72,19 +72,19 @@ class Eagle3(ReadsFeatures):
         if isinstance(head, EagleConfig):
             if s.layers:
                 raise SettingsError(
-                    f"eagle3: layers={s.layers}, and the head in {folder} is an EAGLE or EAGLE-2 head, which reads only the "
+                    f"eagle3: layers={s.layers}, but the head in {folder} is an EAGLE or EAGLE-2 head, which reads only the "
                     "input of the target's output head: leave layers= out"
                 )
             return ()
         if head.target_hidden_size != width:
             raise SettingsError(
-                f"eagle3: the head in {folder} reads layers of hidden size {head.target_hidden_size}, this model has {width}"
+                f"eagle3: the head in {folder} reads layers of hidden size {head.target_hidden_size}, this model's is {width}"
             )
         layers = s.layers or head.layers_of(count)
         if not s.layers and not all(0 <= layer < count for layer in layers):
             raise SettingsError(
-                f"eagle3: the head in {folder} reads layers {', '.join(map(str, layers))} of a target that has {count}: name others "
-                "as layers="
+                f"eagle3: the head in {folder} reads layers {', '.join(map(str, layers))} of a target that has {count} layers: "
+                "name other layers as layers="
             )
         return layers
 
@@ -106,7 +106,7 @@ class Eagle3(ReadsFeatures):
         return FeatureState(drafter, tree)
 
     def features(self, state: FeatureState, given: Step | PromptChunk) -> Tensor:
-        """The concatenated hidden states of the layers that the head reads. EAGLE and EAGLE-2: the input of the output head."""
+        """The outputs of the layers that the head reads, concatenated; for EAGLE and EAGLE-2, the input of the target's output head."""
         return given.hidden if given.layers is None else given.layers.flatten(2)
 
 
@@ -143,7 +143,7 @@ class Eagle3Drafter(FeatureDrafter):
         count = nodes.shape[1]
         above = self.states.gather(1, tree.parents[:, -count:, None].expand(-1, -1, self.states.shape[-1]))
         base = self.sequences.length - 2
-        # The sliding windows of drafted tokens end at the last token that the target has read, as in training.
+        # For all draft tokens, the sliding windows end at the last token that the target has read, as in training.
         ends = (base[:, None].expand(-1, count),) if self.windowed else ()
         states, last = self.module(base, self.embed(nodes), above, *ends, tree=tree, logits=count, fuse=False)
         self.states = torch.cat([self.states, states], dim=1)
@@ -151,7 +151,7 @@ class Eagle3Drafter(FeatureDrafter):
 
 
 class ParallelDrafter(BlockDrafter, Eagle3Drafter):
-    """P-EAGLE (arXiv:2602.01469): drafts in one pass from masks. A learned state replaces the target's missing hidden states."""
+    """P-EAGLE (arXiv:2602.01469): drafts in one pass over mask tokens, with a learned state in place of the target's hidden states."""
 
     def __init__(self, context: Context, files: Eagle3Files, depth: int, children: int, ahead: int) -> None:
         super().__init__(context, files, depth, children, max(ahead, depth + 1))
@@ -172,7 +172,7 @@ class ParallelDrafter(BlockDrafter, Eagle3Drafter):
 
 
 def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) -> None:
-    """Raises SettingsError if the head is for another target, and UnsupportedError if it would draft for a draft model."""
+    """Raises SettingsError if the head is for another target, UnsupportedError if the strategy drafts for a draft model."""
     if context.level > 0:
         raise UnsupportedError("eagle3 cannot draft for a draft model: its head reads the target's hidden states")
     config = files.head.head_config
@@ -181,7 +181,7 @@ def _check_fit(files: Eagle3Files, context: Context, layers: int, folder: Path) 
         if config.layer.hidden_size != width:
             raise SettingsError(
                 f"eagle3: the head in {folder} is for hidden size {config.layer.hidden_size}, this {type(context.model).__name__} "
-                f"has {width}"
+                f"has hidden size {width}"
             )
     elif layers * width != files.head.fc.in_features:
         raise SettingsError(

@@ -37,7 +37,7 @@ class EarlyExit(Speculative):
         """A draft model that consists of the target's first layers, last norm and output head.
 
         Raises:
-            UnsupportedError: the strategy drafts for a draft model, not for the target.
+            UnsupportedError: the strategy drafts for a draft model instead of the target.
         """
         if context.level > 0:
             raise UnsupportedError(

@@ -3,7 +3,7 @@
 At slot ``j`` of a row the network reads the target's hidden state of token ``j``, and tokens after token ``j``. The target has not
 read the last committed token yet, so with ``length`` committed tokens the last slot is ``length - 2``. Before every draft the network
 reads a window of the last slots again, at little cost. Committed tokens then replace rejected draft tokens. If steps pass without a
-draft, the network reads the window early enough that no unread token leaves it.
+draft, the network reads the window in time, so that no token leaves the window unread.
 
 Letters: ``B`` rows, ``N`` nodes or tokens of a pass, ``F`` width of the features that the network reads, ``W`` slots of the window,
 ``Q`` nodes that one pass expands, ``D`` tokens that can be drafted, ``T`` positions of a block.
@@ -29,40 +29,40 @@ __all__ = [
 
 
 class FeatureWindow(ABC):
-    """A drafting network during a call. It reads the target's hidden states in a window of the last slots.
+    """The state of a drafting network in a call. The network reads the target's hidden states in a window of the last slots.
 
-    It returns the continuations of a tree's nodes, as :class:`~decoders.strategies.draft_tree.Expands` asks.
+    Implements :class:`~decoders.strategies.draft_tree.Expands`: returns continuations of the nodes of a draft tree.
 
     Args:
         context: the call's context.
         features: width ``F`` of the features of a node.
         new: greatest number of tokens that a step with this network's draft commits: the draft's depth, plus 1 for the target's token.
-        known: number of slots that must be read again because they depended on draft tokens. 0 if slots depend on committed tokens
+        again: number of further slots to read again, because they depended on draft tokens; 0 if slots depend on committed tokens
             only.
         vocabulary: the tokens that the network can propose.
-        children: number of continuations per node that the tree asks for.
+        children: number of continuations per node that the tree requests.
 
     Attributes:
-        plan, sampling: the call's sampling plan and values.
+        plan, sampling: see :class:`~decoders.strategy.Context`.
         children: ``C``, continuations per node: the requested number, or the size of `vocabulary` if that is smaller.
-        keep_scores: whether expansions have scores. Rejection rules need scores.
+        keep_scores: whether expansions have scores, which verifiers with a rejection rule need.
         most_id: greatest token id that the target embeds.
         width: ``W``, number of slots in the window.
         window: ``[B, W, F]``, the features of every row's last slots, in the target's dtype.
-        prompts: the rows at the start of the call or of the present batch. :meth:`prefill` reads prompts from them.
+        prompts: the rows when the call began or rows last joined, from which :meth:`prefill` reads the prompts.
         sequences: the rows in this step, set by :meth:`draft`.
     """
 
     sequences: Sequences
 
     def __init__(
-        self, context: Context, features: int, new: int, known: int, vocabulary: DraftVocabulary, children: int
+        self, context: Context, features: int, new: int, again: int, vocabulary: DraftVocabulary, children: int
     ) -> None:
         self.plan, self.sampling, self.vocabulary = context.plan, context.sampling, vocabulary
         self.children = min(children, len(vocabulary))
         self.keep_scores = context.plan is not None and context.plan.sample and not context.coupled
         self.most_id = embeddings_of(context) - 1
-        self.new, self.width, self.own_nodes = new, new + known, 1
+        self.new, self.width, self.own_nodes = new, new + again, 1
         # unread: upper bound of the number of window tokens that the network has not read.
         # asked: whether the network has drafted in this step.
         self.unread, self.asked = 0, False
@@ -72,7 +72,7 @@ class FeatureWindow(ABC):
         self.index = torch.arange(self.width, device=context.device)
 
     def static_parts(self) -> dict[str, Any]:
-        """All objects, by name, that a recorded step uses and that outlive the step."""
+        """All objects, by name, that every step uses. A recorded step (CUDA graph) can be replayed only with the same objects."""
         return dict(
             window=self.window, index=self.index, ids=self.vocabulary.ids, sampling=self.sampling, plan=self.plan,
             sizes=(self.new, self.width, self.children, self.keep_scores), own=self.own_parts(),
@@ -80,7 +80,7 @@ class FeatureWindow(ABC):
 
     @abstractmethod
     def own_parts(self) -> Any:
-        """The subclass's own tensors and modules that a recorded step uses, such as its :class:`~decoders.drafters.ModulePasses`."""
+        """The subclass's part of :meth:`static_parts`: tensors and modules, such as its :class:`~decoders.drafters.ModulePasses`."""
 
     @abstractmethod
     def read(self, base: Tensor, features: Tensor, sequences: Sequences) -> Any:
@@ -122,8 +122,8 @@ class FeatureWindow(ABC):
             features: ``[B, N, F]``, features of the step's nodes.
         """
         every = torch.cat([self.window, _at(features, step.path)], dim=1)
-        # If the host has not read the step, an upper bound of the number of committed tokens is used: `new` if the block holds only
-        # this network's draft, else the number of nodes. Padding makes a block at most about twice as large as its draft.
+        # If the host has not read the step's tokens, `most` is an upper bound of their number: `new` if the block holds only this
+        # network's draft, else the number of nodes. Padding makes a block at most about twice as large as its draft.
         nodes = step.path.shape[1]
         own = self.asked and step.own_nodes != 0 and nodes <= max(2 * self.own_nodes, self.own_nodes + 3)
         most = self.new if own else nodes
@@ -136,7 +136,7 @@ class FeatureWindow(ABC):
         self.window.copy_(_at(every, step.emitted[:, None] + self.index))
 
     def draft(self, tree: DraftTree, sequences: Sequences) -> Draft:
-        """Returns the draft of a step. `tree` is filled by :meth:`root` and :meth:`expand`."""
+        """Returns the draft of a step: `tree`, filled by :meth:`root` and :meth:`expand`."""
         self.sequences = sequences
         draft = tree.draft(self)
         self.own_nodes, self.unread, self.asked = len(draft.topology), 0, True
@@ -147,12 +147,11 @@ class FeatureWindow(ABC):
         self.read(self.sequences.length - 1 - self.width, self.window, self.sequences)
 
     def best(self, logits: Tensor, offsets: Tensor | int) -> Expansion:
-        """The continuations of ``Q`` nodes with the largest logits. When sampling, the noise with which the target will draw is
-        added.
+        """The best continuations of ``Q`` nodes: the largest logits, or when sampling the largest sums of log-probability and noise.
 
         Args:
             logits: ``[B, Q, D]``.
-            offsets: ``[B, Q]`` int64, number of positions from the row's last token to each node. Or one number for all nodes.
+            offsets: ``[B, Q]`` int64, number of positions from the row's last token to each node; or one number for all nodes.
         """
         written = (self.sequences.length - self.sequences.prompt_length)[:, None]
         return self.vocabulary.best(
@@ -186,7 +185,7 @@ class FeatureDrafter(FeatureWindow):
 class BlockDrafter(FeatureWindow):
     """A network that drafts all positions of a block in one pass. All nodes of a level have the same continuations.
 
-    A subclass implements :meth:`read`, :meth:`own_parts`, and :meth:`root`, which returns ``self.opened(logits)``.
+    A subclass implements :meth:`read`, :meth:`own_parts`, and :meth:`root`, which ends with ``return self.opened(logits)``.
     """
 
     def opened(self, logits: Tensor) -> Expansion:
@@ -200,7 +199,7 @@ class BlockDrafter(FeatureWindow):
         return self._level(nodes.shape[1])
 
     def _level(self, nodes: int) -> Expansion:
-        """The block's continuations on the present level, repeated for each of the level's `nodes` nodes."""
+        """The block's continuations at the current level, repeated for each of the `nodes` nodes of this level."""
         here, places = slice(self.level, self.level + 1), self.places
         scores = None if places.scores is None else places.scores[:, here].expand(-1, nodes, -1)
         return Expansion(
@@ -240,8 +239,8 @@ class FeatureState:
 class ReadsFeatures(Strategy):
     """Base of strategies whose network reads the target's hidden states and fills a tree.
 
-    A subclass implements `start`, which returns a :class:`FeatureState` or an instance of a subclass of it. It names the layers that
-    its network reads in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
+    A subclass implements `start`, which returns a :class:`FeatureState` or an instance of a subclass, and names the layers that its
+    network reads in :attr:`~decoders.Strategy.hidden_layers` or :meth:`~decoders.Strategy.layers_for`.
     """
 
     rests = True

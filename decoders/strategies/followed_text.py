@@ -10,7 +10,7 @@ from ..strategy import Sequences
 
 __all__ = ["FollowedText", "TextIndex", "follow_rows"]
 
-#: Number of tokens at the end of the indexed text that are read again, to check that a row still holds the same text.
+#: Number of tokens at the end of a text that are compared with the row again, to notice that the row now holds another text.
 OVERLAP = 16
 
 
@@ -35,7 +35,7 @@ Text = TypeVar("Text", bound="FollowedText[Any]")
 
 
 class FollowedText(Generic[Index]):
-    """The text of one row, prompt and output. The strategy chooses the type of the index that holds it.
+    """The text of one row, prompt and output. The strategy chooses the type of the index, which holds the text.
 
     Attributes:
         index: the index that holds the text.
@@ -71,9 +71,9 @@ def follow_rows(
 
     Args:
         rows: the text of each row. An entry is replaced if its row now holds another text.
-        sequences: the argument of :meth:`decoders.Strategy.propose`. The host reads it once.
-        append_only: whether texts only grow. Then it suffices to read their ends.
-        another: called if a row now holds another text. Takes the row's old text, and returns an empty text for the row.
+        sequences: the argument of :meth:`decoders.Strategy.propose`.
+        append_only: whether texts only grow. Then the host reads only the ends of the rows.
+        another: called if a row now holds another text: takes the row's old text, and returns an empty text for the row.
     """
     known = sequences.read()
     begins = [max(len(row.index.tokens) - OVERLAP, 0) if append_only else 0 for row in rows]

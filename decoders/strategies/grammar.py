@@ -1,4 +1,4 @@
-"""Jump-ahead decoding: text that a grammar forces is drafted, so that one step can write several of its tokens.
+"""Jump-ahead decoding: text that a grammar forces is drafted, so that one step can write several tokens.
 
 A schema determines much of the text: quotes, keys, punctuation. If all legal continuations begin with the same bytes, these bytes are
 proposed, as in SGLang's jump-forward decoding (Zheng et al. 2024). SGLang writes the bytes. This strategy only drafts them, because
@@ -34,14 +34,14 @@ class Grammar(Strategy):
     needs_grammar = True
 
     def start(self, context: Context) -> Forced:
-        if context.guide is None:  # possible only as a part of another strategy; alone, `generate` requires grammar=
+        if context.guide is None:  # only in a merged strategy: alone, the loop requires grammar=
             raise UnsupportedError("strategy 'grammar' needs grammar=")
         if context.sequences is not None:
             context.guide.expect(context.sequences)
         return context.guide
 
     def rebatch(self, state: Forced, rows: Tensor, context: Context) -> Forced:
-        """Returns the new context's guide, which holds the grammar states of all rows."""
+        """Returns the new context's guide, which holds the grammar states of all rows of the batch."""
         return self.start(context)
 
     def propose(self, state: Forced, sequences: Sequences) -> Draft:

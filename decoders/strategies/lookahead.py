@@ -30,7 +30,7 @@ class LookaheadSettings(Settings):
 
     Unset values depend on the measured costs of a step: cheaper nodes allow a wider window. Without measured costs the values are
     W = 2, N = 8 and G = 2, because narrow blocks suit small models on a CPU. W is above 1, so that the window itself finds n-grams. Of
-    the shapes with W above 1, this one is among the fastest on the demo target.
+    the shapes with W above 1, this shape is among the fastest on the demo target.
     """
 
     window: int | None = Field(
@@ -67,9 +67,9 @@ class BlockShape(NamedTuple):
     candidates: int
 
 
-#: The default block without measured costs.
+#: The block's shape without measured costs.
 SHAPE = BlockShape(2, 8, 2)
-#: Greatest number of columns and greatest number of candidates if measured costs choose them. The paper has 15 for a 7B model.
+#: Upper bound of the numbers of columns and of candidates that measured costs choose. Both are 15 in the paper, for a 7B model.
 WIDEST = 15
 
 
@@ -79,7 +79,7 @@ class LookaheadState:
 
     Attributes:
         block: ``[B, (W + G)(N - 1) - 1]`` int64, tokens of the next draft: the window without the root, then the candidates.
-        pool: ``[B, N + 1, C]`` int64: ``C`` n-grams. Each has ``N`` tokens and a rank among the n-grams that begin with the same
+        pool: ``[B, N + 1, C]`` int64: ``C`` n-grams. Each n-gram has ``N`` tokens and a rank among the n-grams that begin with the same
             token. See :func:`make_pool`.
         advance: the compiled function that updates the state after a step, from :func:`advance_for`.
         shape: the block's shape.
@@ -95,7 +95,7 @@ class Lookahead(Strategy):
     """Verifies n-grams that the target itself generated in a Jacobi iteration over future positions.
 
     It needs no draft model and no repetition in the text. Each step has ``(W + G) · (N - 1)`` nodes, so it is fast only if a forward
-    pass over that many nodes takes little more time than a pass over one.
+    pass over that many nodes takes little more time than a pass over one node.
     """
 
     name = "lookahead"
@@ -108,7 +108,7 @@ class Lookahead(Strategy):
         s: LookaheadSettings = self.settings
         text = context.sequences
         if text is None:
-            raise UnsupportedError("lookahead begins with the prompt: give the Context its sequences")
+            raise UnsupportedError("lookahead reads the prompts: create the Context with sequences")
         shape = block_shape(context, s)
         block, pool = self._first(text.tokens, text.length, shape)
         advance = context.compile(advance_for(shape.window, shape.ngram, s.keep_output))
@@ -127,7 +127,7 @@ class Lookahead(Strategy):
         """The first block of the rows, and a pool with the n-grams of their prompts. tokens: ``[B, L]``, length: ``[B]``."""
         s: LookaheadSettings = self.settings
         window = first_window(tokens, length, shape.window, shape.ngram)
-        # No more n-grams than the pool can hold, because `make_pool` compares all pairs.
+        # At most as many n-grams as the pool can hold, because `make_pool` compares all pairs.
         new, valid = last_ngrams(tokens, length, shape.ngram, min(tokens.shape[1], s.capacity))
         pool = make_pool(new, valid & s.seed_from_prompt, shape.candidates, s.capacity).contiguous()
         candidates = recall(pool, tokens.gather(1, length[:, None] - 1), shape.candidates)
@@ -145,7 +145,7 @@ class Lookahead(Strategy):
 
 
 def block_shape(context: Context, settings: LookaheadSettings) -> BlockShape:
-    """The block's shape. Unset settings follow from the number of nodes that the costs of a step allow: first N, then W, then G."""
+    """The block's shape. Chooses unset settings, first N, then W, then G, by the number of nodes that the costs of a step allow."""
     set_by_hand = settings.window, settings.ngram, settings.candidates
     window, ngram, candidates = (own or plain for own, plain in zip(set_by_hand, SHAPE, strict=True))
     if None in set_by_hand and context.costs() is not None:
@@ -183,7 +183,7 @@ def first_window(tokens: Tensor, length: Tensor, window: int, ngram: int) -> Ten
 
 
 def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple[Tensor, Tensor]:
-    """The last `count` n-grams of every row, the latest first.
+    """The last `count` n-grams (of `ngram` tokens) of every row, the latest first.
 
     Args:
         tokens: ``[B, L]`` int64, the rows.
@@ -202,7 +202,7 @@ def last_ngrams(tokens: Tensor, length: Tensor, ngram: int, count: int) -> tuple
 def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., None]:
     """The function that updates the state after a step.
 
-    There is one for each window and n-gram length, because compilation unrolls its loops.
+    Each window and n-gram length has its own function, because compilation unrolls the loops.
     """
 
     def advance(
@@ -217,7 +217,7 @@ def advance_for(window: int, ngram: int, keep_output: bool) -> Callable[..., Non
         size = window * (ngram - 1)
         per_key = (block.shape[1] + 1 - size) // (ngram - 1)
         last = slice(size - window, size)
-        # If logits processors run on the host, nodes off the accepted path have no chosen token. They get their likeliest token.
+        # Logits processors on the host choose tokens for accepted nodes only. Other nodes get their likeliest token.
         level = torch.where(chosen[:, last] >= 0, chosen[:, last], logits[:, last].argmax(-1))  # [B, W]
         columns = torch.cat([nodes[:, :size].unflatten(1, (ngram - 1, window)), level[:, None]], 1)  # [B, N, W]
         # Column 0 counts as the most recent n-gram, because it follows the text itself and not predicted tokens.
@@ -256,7 +256,7 @@ def make_pool(new: Tensor, valid: Tensor, per_key: int, capacity: int) -> Tensor
 def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) -> Tensor:
     """The pool with the n-grams `new` added at its front.
 
-    An n-gram that is already in the pool moves to the front. If a key has more than `per_key` n-grams, or the pool more than its
+    An n-gram that is already in the pool moves to the front. If a key has more than `per_key` n-grams, or the pool has more than its
     capacity, the oldest are dropped.
 
     Args:
@@ -269,8 +269,8 @@ def remember(pool: Tensor, new: Tensor, valid: Tensor, per_key: int | Tensor) ->
     double = _equal(new, ngrams) & first[:, :, None]  # [B, M, C]
     stood = torch.where(double, slot, capacity).amin(-1)  # [B, M]
 
-    # A new n-gram raises the rank of each entry with the same key by one, unless the n-gram was already in front of the entry. This
-    # is a loop because inductor's code for a sum over the short dimension takes four times as long on the CPU.
+    # A new n-gram raises the rank of each entry with the same key by one, unless the n-gram was already in front of the entry.
+    # This is a loop over the new n-grams, because inductor's code for a sum over them takes four times as long on the CPU.
     key, stays = ngrams[:, 0], ngrams[:, 0] != EMPTY
     for m in range(new.shape[2]):
         one = slice(m, m + 1)
@@ -289,10 +289,10 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
     Args:
         pool: ``[B, n + 1, C]`` int64.
         key: ``[B, 1]`` int64, the first token.
-        count: number of n-grams wanted.
+        count: number of n-grams to return.
 
     Returns:
-        ``[B, count, n - 1]`` int64; ``-1`` in place of n-grams that the pool lacks.
+        ``[B, count, n - 1]`` int64; ``-1`` if the pool has fewer n-grams with this key.
     """
     tails, capacity = pool[:, 1:-1], pool.shape[2]
     slot = torch.arange(capacity, device=key.device)
@@ -304,21 +304,21 @@ def recall(pool: Tensor, key: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(new: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the first occurrence of each n-gram.
+    """Finds the first occurrence of each n-gram in `new`.
 
     Returns:
-        ``[B, M]`` bool, whether an n-gram is valid and equals no earlier n-gram; and its rank ``[B, M]``, the number of earlier first
-        occurrences with the same key.
+        ``[B, M]`` bool, whether the n-gram is valid and equals no earlier n-gram; and ``[B, M]``, the n-gram's rank: the number of
+        different earlier n-grams with the same key.
     """
     order = torch.arange(new.shape[2], device=new.device)
-    earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column before row
+    earlier = (order[None, :] < order[:, None]) & valid[:, None, :]  # [B, M, M]: column earlier than row
     kept = valid & ~(_equal(new, new) & earlier).any(-1)
     same_key = new[:, 0, :, None] == new[:, 0, None, :]
     return kept, (same_key & earlier & kept[:, None, :]).sum(-1)
 
 
 def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> Tensor:
-    """A pool ``[B, N + 1, C]`` of the entries that `alive` marks, in their order. Keeps the first ``C`` (`capacity`) of them."""
+    """A pool ``[B, N + 1, C]`` of the entries for which `alive` is true, in unchanged order, at most the first ``C``."""
     target = alive.long().cumsum(1) - 1
     target = torch.where(alive & (target < capacity), target, capacity)  # dropped entries are written to an extra slot
     entries = torch.cat([ngrams, rank[:, None]], 1)
@@ -327,9 +327,9 @@ def _close_gaps(ngrams: Tensor, rank: Tensor, alive: Tensor, capacity: int) -> T
 
 
 def _equal(left: Tensor, right: Tensor) -> Tensor:
-    """Which n-grams of ``[B, n, M]`` and ``[B, n, K]`` are equal, as ``[B, M, K]`` bool.
+    """Compares the n-grams `left` ``[B, n, M]`` with `right` ``[B, n, K]``. Returns ``[B, M, K]`` bool, true for equal n-grams.
 
-    Compares token by token, because a reduction over the short inner dimension is slow on the CPU.
+    The loop goes token by token, because a reduction over the short inner dimension is slow on the CPU.
     """
     equal = left[:, 0, :, None] == right[:, 0, None, :]
     for token in range(1, left.shape[1]):

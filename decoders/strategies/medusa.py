@@ -54,10 +54,9 @@ class _State:
         lm_bias: ``[V]``, bias of the target's output head; None for a head without bias.
         hidden: ``[B, H]``, the heads' input: the hidden state from which each row's last token was chosen.
         known: ``[B, 1]`` bool, whether a row's hidden state is known.
-        ahead: ``[K]`` int64, 0 … K-1 for ``K`` heads.
-        plan: the call's sampling plan.
-        sampling: the call's sampling values; None outside a call.
-        keep_scores: whether drafts have scores. Rejection rules need scores.
+        ahead: ``[K]`` int64, 0 … K-1: number of tokens between the row's last token and the token that each of ``K`` heads predicts.
+        plan, sampling: see :class:`~decoders.strategy.Context`; `sampling` is None outside a call.
+        keep_scores: whether drafts have scores, which verifiers with a rejection rule need.
         predict: :func:`draft_tokens`, compiled.
     """
 
@@ -81,10 +80,10 @@ class Medusa(Strategy):
     """Head k = 1 … K predicts the token k places after the next token. The best tokens of all heads form a tree of fixed shape.
 
     All heads read the hidden state from which the next token was chosen. The first step of a call has no draft, because no hidden
-    state is known yet. When sampling, noise is added to a head's processed scores before its best tokens are taken. The target will
-    draw with the same noise, so it tends to draw the same tokens.
+    state is known yet. When sampling with the coupled verifier, the target's noise is added to a head's processed scores before the
+    head's best tokens are taken, so that target and heads tend to draw the same tokens.
 
-    Drafts are exact by default. The paper's typical acceptance, which is lossy, is ``verifier="typical"``.
+    Drafts are exact by default. ``verifier="typical"`` chooses the paper's typical acceptance, which is lossy.
     """
 
     name = "medusa"
@@ -100,15 +99,15 @@ class Medusa(Strategy):
         heads = self._heads(context)
         s: MedusaSettings = self.settings
         paths = s.tree or heads.config.tree or DEFAULT_TREE
-        # The default tree has four levels, and there may be fewer heads. A user's tree is not cut: `_check_tree` refuses a deep tree.
+        # The default tree has four levels, and there may be fewer heads. A user's tree is not cut: `_check_tree` raises an error.
         if s.tree is None:
             paths = tuple(path for path in paths if len(path) <= heads.config.heads)
         nodes = draft_budget(context.costs, s.nodes, len(paths))
         topology, picks = Topology.from_paths(budgeted(paths, nodes))
         plan, drawn = context.plan or SamplingPlan(), context.plan is not None and context.plan.sample
         _check_tree(topology, picks, heads)
-        says_what_it_drew_from = drawn and not context.coupled
-        ranks = without_gaps(topology, picks) if says_what_it_drew_from else picks
+        keep_scores = drawn and not context.coupled
+        ranks = without_gaps(topology, picks) if keep_scores else picks
         output = context.model.get_output_embeddings()
         device, rows = context.device, context.rows
         return _State(
@@ -124,7 +123,7 @@ class Medusa(Strategy):
             ahead=torch.arange(heads.config.heads, device=device),
             plan=plan,
             sampling=context.sampling,
-            keep_scores=says_what_it_drew_from,
+            keep_scores=keep_scores,
             predict=context.compile(draft_tokens),
         )
 
@@ -153,7 +152,7 @@ class Medusa(Strategy):
         )
 
     def observe(self, state: _State, step: Step) -> None:
-        # The step's last token was chosen after the path's node at this depth. Rows that have ended emit no tokens.
+        # The last token was chosen from the hidden state of the path's node at this depth. Ended rows emit no tokens: depth 0.
         depth = (step.emitted - 1).clamp(min=0)[:, None]
         node = step.path.gather(1, depth)
         state.hidden.copy_(step.hidden.gather(1, node[..., None].expand(-1, 1, step.hidden.shape[2]))[:, 0])
@@ -176,7 +175,7 @@ class Medusa(Strategy):
 
 
 def budgeted(paths: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
-    """The first paths of a tree, at most `nodes`. A path lists one rank per level. Paths without a chosen parent are left out."""
+    """The first paths of a tree, at most `nodes`. A path lists one rank per level. Paths whose parent is left out are left out, too."""
     chosen: list[tuple[int, ...]] = []
     for path in map(tuple, paths):
         if len(chosen) < nodes and (len(path) == 1 or path[:-1] in chosen):
@@ -193,13 +192,13 @@ def _check_tree(topology: Topology, picks: Sequence[tuple[int, int]], heads: Med
             "of one level per head at most"
         )
     if wrong := [rank for _, rank in picks if not 0 <= rank < config.vocab_size]:
-        raise SettingsError(f"medusa: ranks in the tree must lie in 0 … {config.vocab_size - 1}, not {wrong[0]}")
+        raise SettingsError(f"medusa: ranks in the tree must be 0 … {config.vocab_size - 1}, not {wrong[0]}")
 
 
 def without_gaps(topology: Topology, picks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The level and rank of every node, with ranks changed so that siblings have the ranks 0, 1, 2 … without gaps.
 
-    Rejection rules need this, because they must see every drawn token.
+    Rejection rules need this: they must see all tokens that a head has drawn, in the order of the draws.
     """
     children: dict[int, int] = {}
     closed = []
@@ -215,7 +214,7 @@ def draft_tokens(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns every head's best tokens, ``[B, K, ranks]`` int64, and the scores ``[B, K, V]`` from which they were drawn.
 
-    The scores are None if decoding is greedy. The draft tokens of a level are the same for every parent, because a head does not know
+    The scores are None if decoding is greedy. The draft tokens of a level are the same for every parent, because a head does not see
     the path. Rejection rules stay exact: the draws of a level are independent of the draws of the levels above.
 
     Args:
@@ -230,6 +229,6 @@ def draft_tokens(
 
 
 def _whole(weight: Tensor) -> Tensor:
-    """`weight`, gathered from all processes if it is sharded."""
+    """The whole `weight`: gathered from all processes if it is sharded."""
     gather = getattr(weight, "full_tensor", None)
     return gather() if gather is not None else weight

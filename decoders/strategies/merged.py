@@ -51,12 +51,12 @@ class MergedState:
 
 
 def union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """The indices of all layers that the parts read, without duplicates. layers: the indices for each part."""
+    """The indices of all layers that any of several strategies reads. layers: for each strategy, the indices of its layers."""
     return tuple(dict.fromkeys(layer for own in layers for layer in own))
 
 
 def layers_of_part(layers: Tensor | None, every: tuple[int, ...], own: tuple[int, ...]) -> Tensor | None:
-    """Selects the layers `own` from the hidden states `layers` ``[B, N, T, H]`` of the layers `every`. None if `own` is empty."""
+    """The hidden states of the layers `own`, from `layers` ``[B, N, T, H]``, the states of the layers `every`; None without layers."""
     if layers is None or every == own:
         return layers
     return torch.stack([layers[:, :, every.index(layer)] for layer in own], dim=2) if own else None
@@ -66,7 +66,7 @@ class Merged(Strategy):
     """Merges the drafts of several strategies under one root. The target verifies them together.
 
     `observe` of every part gets the whole joint block. The nodes of the part's own draft are moved right after the root, in the
-    draft's order, so that the part can index them.
+    draft's order, so that their indices are the same as in the draft.
     """
 
     name = "merged"
@@ -126,7 +126,7 @@ class Merged(Strategy):
             part.limit(own, tokens)
 
     def details(self, state: MergedState) -> dict[str, Any]:
-        """The details of the parts, by the parts' names; parts without details are left out."""
+        """For each part's name, the details of the part. Parts without details are left out."""
         said = {part.name: dict(part.details(own)) for part, own in zip(self.parts, state.parts, strict=True)}
         return {name: details for name, details in said.items() if details}
 
@@ -159,8 +159,8 @@ class Merged(Strategy):
         return Draft(tokens, topology, scores, depth, drafters=[names] * len(tokens), on_host=on_host)
 
     def _room(self, part: Strategy, draft: Draft, left: int) -> int:
-        """How many nodes of `draft` are verified, root included. left: number of nodes left in the joint block's budget, root
-        included.
+        """The number of nodes of `draft` to verify, root included. left: number of nodes that the budget of the joint block still
+        allows, root included.
 
         Nodes that are not draft tokens, such as lookahead's window, are never left out, even if they exceed a budget from costs.
 
@@ -174,7 +174,7 @@ class Merged(Strategy):
         if needed > left and self.settings.nodes is not None:
             raise SettingsError(
                 f"{part.name} needs {amount(len(shape), 'node')}, {needed} of which cannot be left out; a budget of "
-                f"{amount(self.settings.nodes, 'node')} leaves it {left}: raise nodes of merged"
+                f"{amount(self.settings.nodes, 'node')} leaves this strategy {left}: raise nodes of merged"
             )
         return max(left, needed)
 
@@ -185,7 +185,7 @@ class Merged(Strategy):
             return None
         if len(drawn) > 1:
             raise UnsupportedError(
-                f"{self.name!r}: two of these strategies draw draft tokens with the same noise, which only verifier='coupled' allows"
+                f"{self.name!r}: two of these strategies draw draft tokens with the same noise: only verifier='coupled' allows this"
             )
         vocabulary = torch.arange(drawn[0].shape[-1], device=drawn[0].device)
         return torch.cat(
@@ -205,28 +205,28 @@ class Merged(Strategy):
                 continue
             if count is not None:  # only the first `count` nodes of this strategy's draft are in the block
                 mine = range(min(mine.start, max(count, 1)), min(mine.stop, max(count, 1)))
-            left = 0 if count == 0 else len(mine) + 1  # `propose` may have cut the part's draft
+            own_nodes = 0 if count == 0 else len(mine) + 1  # without nodes of the part's draft that `propose` left out
             layers = self._layers(state, part, step.layers)
-            part.observe(own, _first(replace(step, layers=layers, own_nodes=left), mine))
+            part.observe(own, _first(replace(step, layers=layers, own_nodes=own_nodes), mine))
 
 
-def joined(trees: Sequence[Topology | TreeTensors], like: Tensor) -> Topology | TreeTensors:
+def joined(trees: Sequence[Topology | TreeTensors], tokens: Tensor) -> Topology | TreeTensors:
     """Joins trees under one root. Returns a :class:`Topology` if all trees are topologies.
 
     Args:
-        like: a tensor with as many rows as the result, and on the same device.
+        tokens: ``[B, N-1]``, the draft tokens of all trees; only the number of rows and the device are used.
     """
     fixed = [tree for tree in trees if isinstance(tree, Topology)]
     if len(fixed) == len(trees):
         return functools.reduce(Topology.merge, fixed)
-    rows, device = len(like), like.device
+    rows, device = len(tokens), tokens.device
     return functools.reduce(
         TreeTensors.merge, [t.tensors(rows, device) if isinstance(t, Topology) else t for t in trees]
     )
 
 
 def _first(step: Step, mine: range) -> Step:
-    """Returns `step` with the nodes `mine` moved right after the root. The host reads no values, so the step can be recorded."""
+    """Returns `step` with the nodes `mine` right after the root. The host reads no tensors, so CUDA graphs can record it."""
     begin, end = mine.start, mine.stop
     if begin == 1:
         return step

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
 
 _TOO_OLD = "mtp needs a newer transformers, one that has MtpModel.forward_layer (5.23 has)"
-#: The model's attribute that holds its MTP layers. This package does not treat attributes ``decoders_…`` as parts of the network.
+#: The model's attribute that holds its MTP layers. The loop's copies of the model leave out attributes ``decoders_…``.
 ATTRIBUTE = "decoders_mtp_layers"
 
 
@@ -46,11 +46,11 @@ class MtpSettings(TreeForms):
 class Mtp(ReadsFeatures):
     """Drafts with the model's layers for multi-token prediction (MTP), one token per layer.
 
-    MTP layer k reads the hidden states of layer k-1 (for layer 0: of the target), and the embedding of the next token. It predicts
-    the token after this next token. The layers come from the model's checkpoint, through transformers' ``MtpModel``, or from
-    :func:`use_mtp_layers`.
+    MTP layer k reads the hidden states of layer k-1 (for layer 0: of the target), and the embedding of the next token. From these,
+    layer k predicts the token after the next token. The layers come from the model's checkpoint, through transformers' ``MtpModel``,
+    or from :func:`use_mtp_layers`.
 
-    When sampling, drafts are drawn with the noise that the target will draw with.
+    When sampling with the coupled verifier, drafts are drawn with the target's noise, so that both often draw the same token.
     """
 
     name = "mtp"
@@ -67,7 +67,7 @@ class Mtp(ReadsFeatures):
         depth = levels_of(context, s.length, layers.num_mtp_layers)
         if depth > layers.num_mtp_layers:
             raise SettingsError(
-                f"mtp: length is {depth}, and the model predicts {amount(layers.num_mtp_layers, 'token')} ahead: set length to "
+                f"mtp: length is {depth}, but the model predicts {amount(layers.num_mtp_layers, 'token')} ahead: set length to "
                 f"{layers.num_mtp_layers} at most"
             )
         tree = shape_of(self.name, s.tree, depth, s.children, s.nodes, s.beam, context)
@@ -82,7 +82,7 @@ class Mtp(ReadsFeatures):
 class MtpDrafter(FeatureDrafter):
     """The MTP layers, each with its own keys and values.
 
-    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts the next token. The last ``k`` slots of the
+    Slot ``j`` of layer ``k`` reads the embedding of token ``j + 1 + k`` and predicts token ``j + 2 + k``. The last ``k`` slots of the
     layer are for draft tokens: a node at depth ``d`` of the draft is in slot ``length - 2 - k + d`` of layer ``k``. The layer runs
     all nodes up to depth ``k``. Each node reads the hidden state that layer ``k - 1`` computed for the node's parent.
     """
@@ -110,7 +110,7 @@ class MtpDrafter(FeatureDrafter):
         for layer in range(self.depth):
             tokens = tokens_from(sequences, base + 1 + layer, count)
             states = self.module(base, tokens, states, layer=layer)
-            # The state of the last slot that reads a committed token. The tokens for later slots have not been drafted yet.
+            # The state of the last slot that reads a committed token: the later slots are for tokens that are not drafted yet.
             self.ends.append(states[:, max(count - 1 - layer, 0)][:, None])
 
     def first(self) -> Tensor:
@@ -163,7 +163,7 @@ def _with_ready_masks(kind: type) -> type:
     return type(kind.__name__, (kind,), {"create_masks_for_mtp_layer": ready})
 
 
-#: For each model, the prepared layers, and before them the objects from which they were prepared.
+#: For each model, the arguments with which its layers were prepared (layers, embedding, dtype, device), and the prepared layers.
 _made_ready: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, _SingleLayers]] = weakref.WeakKeyDictionary()
 
 
@@ -180,7 +180,7 @@ def single_layers(layers: MtpModel, context: Context) -> nn.Module:
 
 
 def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, torch.dtype] | None) -> MtpModel:
-    """A copy of the object `layers` that uses the embedding and the rotary embedding of `model`.
+    """A copy of `layers` that uses the embedding and the rotary embedding of `model`.
 
     Args:
         place: device and dtype to which the layers' own modules are copied. None: the copy shares these modules with `layers`.
@@ -195,13 +195,13 @@ def fitted(layers: MtpModel, model: PreTrainedModel, place: tuple[torch.device, 
 
 
 def own_children(layers: MtpModel) -> dict[str, nn.Module]:
-    """The modules of an ``MtpModel`` that it does not share with the main model, by name: the layers, and in some designs a norm."""
+    """The modules of an ``MtpModel`` that are its own, not the main model's, by name: the layers, and in some designs a norm."""
     tied = ("embed_tokens", "shared_head", "rotary_emb")
     return {name: module for name, module in layers.named_children() if name not in tied}
 
 
 def converted(layers: MtpModel, twin: MtpModel) -> bool:
-    """Whether the copied weights in `twin` still equal the weights of `layers`. Training changes only the weights of `layers`."""
+    """Whether the weights of the converted copy `twin` still equal the weights of `layers`, which training may have changed."""
     modules = [nn.ModuleDict(own_children(model)) for model in (layers, twin)]
     pairs = zip(*(module.parameters() for module in modules), strict=True)
     return all(torch.equal(own.to(other), other) for own, other in pairs)
@@ -240,7 +240,7 @@ def _check_fit(layers: MtpModel, model: PreTrainedModel) -> None:
         raise SettingsError(f"mtp: the MtpModel given for {name} holds no layer: num_mtp_layers must be at least 1")
     own, width = (part.config.get_text_config(decoder=True).hidden_size for part in (layers, model))
     if own != width:
-        raise SettingsError(f"mtp: the layers given are for hidden size {own}, this {name} has {width}")
+        raise SettingsError(f"mtp: the layers given are for hidden size {own}, this {name} has hidden size {width}")
 
 
 def _mtp_model() -> type[MtpModel]:
@@ -263,7 +263,7 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
         return vars(model)[ATTRIBUTE]
     name, kind = type(model).__name__, _mtp_model()
     if not getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None):
-        raise UnsupportedError(f"{name} has no multi-token-prediction layers (num_mtp_layers in its config)")
+        raise UnsupportedError(f"{name} has no multi-token-prediction layers: its config has no num_mtp_layers")
     try:
         layers = kind.from_pretrained(model, device_map={"": model.device})
     except Exception as error:  # files, keys and shapes raise many kinds of errors

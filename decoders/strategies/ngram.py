@@ -1,8 +1,8 @@
 """N-gram drafting: the likeliest followers of the last two tokens, as in the lowest stage of Spector & Ré (2023).
 
-A follower of a context is a token that came after it earlier. Stupid back-off (Brants et al. 2007) scores a follower by the longest
-context that it followed. In the draft tree, only the likeliest node of each depth is expanded, as in "Accelerating LLM Inference with
-Staged Speculative Decoding" (arXiv 2308.04623).
+A follower of a context is a token that came after the same tokens earlier. Stupid back-off (Brants et al. 2007) scores a follower by
+the longest context that it followed. In the draft tree, only the likeliest node of each depth is expanded, as in "Accelerating LLM
+Inference with Staged Speculative Decoding" (arXiv 2308.04623).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NgramSettings(Settings):
     @classmethod
     def _some_at_each_depth(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
         if not all(1 <= width <= 64 for width in widths):
-            raise ValueError("every width must lie between 1 and 64")
+            raise ValueError("every width must be 1 … 64")
         return widths
 
 
@@ -68,9 +68,9 @@ class NgramState:
 
     Attributes:
         predict: :func:`mini_tree`, compiled if the call is compiled.
-        scratch: ``[B, V]`` int32, memory for counting equal tokens. Every entry is written before it is read.
+        scratch: ``[B, V]`` int32, working memory for counting equal tokens; its values are not kept between steps.
         table: tensors of the saved table, four for each length of n-grams (:class:`~.ngram_table.NgramOrder`).
-        texts: the rows' texts with their counts, for steps on the host. Empty if every step counts anew, in tensors.
+        texts: the rows' texts with their counts, for steps on the host. Empty if every step counts the whole text, in tensors.
         append_only: whether the rows' texts only grow.
     """
 
@@ -84,8 +84,8 @@ class NgramState:
 class Ngram(Strategy):
     """Proposes the tokens that most often followed the row's last tokens, in prompt and output, in a saved table, or in both.
 
-    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step only updates the counts. If it
-    drafts for a draft model, it also removes rejected tokens from them. Drafts are the same in all cases.
+    On a GPU, or with a table, every step counts the whole text. On a CPU without a table, each step only updates the counts; if
+    the strategy drafts for a draft model, it also subtracts rejected tokens. Drafts are the same in all cases.
     """
 
     name = "ngram"
@@ -94,7 +94,7 @@ class Ngram(Strategy):
     auto_place = 30
     auto_settings = {"widths": (2, 1, 1, 1, 1, 1, 1, 1)}
     on_device = True
-    grade_rates = (0.05, 0.3, 0.75)  # by the length of the longest context that the token followed
+    grade_rates = (0.05, 0.3, 0.75)  # a token's grade is its order (:func:`followers`)
 
     def start(self, context: Context) -> NgramState:
         s: NgramSettings = self.settings
@@ -133,8 +133,8 @@ class Ngram(Strategy):
 def spine(widths: tuple[int, ...]) -> Topology:
     """The tree in which only the first node of each depth has children. The widths ``(3, 2)`` give the parents ``-1, 0, 1, 0, 0, 1``.
 
-    The first node of each depth comes before all other nodes. These nodes then have the slots of plain decoding, and the same bits in
-    their keys and values.
+    The first nodes of all depths come before the other nodes. So the first nodes have the cache slots that plain decoding would give
+    them, and the same bits in their keys and values.
     """
     siblings = [depth for depth, width in enumerate(widths) for _ in range(width - 1)]
     return Topology.from_parents([NO_PARENT, *range(len(widths)), *siblings])
@@ -144,7 +144,7 @@ def mini_tree(
     tokens: Tensor, length: Tensor, widths: tuple[int, ...], max_ngram: int, text_weight: int, scratch: Tensor,
     *table: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The likeliest followers, in the order of the nodes of :func:`spine`, and the order of each (see :func:`followers`).
+    """The draft tokens, in the sequence of the nodes of :func:`spine`, and the n-gram order of each token (:func:`followers`).
 
     Both are ``[B, sum(widths)]`` int64. All depths compile to one graph, because calling one graph for each depth would take longer.
     """
@@ -168,17 +168,17 @@ def followers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest followers of `context` in each row.
 
-    The order ``n`` of a follower is the length of the longest context that it followed: the ``n`` most recent tokens of `context`.
-    Its score is its share among all followers of these ``n`` tokens, times 0.4 for each older token of `context`. Among equal
-    scores, followers in the text come first, the latest first. Then come followers found only in the table, by descending order, then
-    as in the table.
+    The order of a follower is the greatest ``n`` for which it followed the ``n`` most recent tokens of `context`, in the text or in the
+    table. The follower's score is its share among all followers of these ``n`` tokens, times 0.4 for each older token of `context`.
+    Among equal scores, followers in the text come first, the latest first. Then come followers found only in the table: higher orders
+    first, and followers of the same order in the table's sequence.
 
     Args:
         tokens: ``[B, L]`` int64, the rows' token ids, less than V.
         length: ``[B]`` int64, number of valid tokens per row.
         context: ``[B, 0 … 2]`` int64, the most recent token first; -1 where a row is too short.
-        text_weight: weight of an occurrence in the text relative to one in the table.
-        scratch: ``[B, V]`` int32, overwritten.
+        text_weight: weight of an occurrence in the text relative to an occurrence in the table.
+        scratch: ``[B, V]`` int32, working memory, overwritten.
         table: the tensors of every :class:`~decoders.strategies.ngram_table.NgramOrder`, the lowest order first.
 
     Returns:
@@ -190,7 +190,7 @@ def followers(
     last = [context[:, k : k + 1] for k in range(context.shape[1])]
     matches = [inside]
     for back, token in enumerate(last, 1):
-        # earlier[p] = tokens[p - back]. Before the start it is -2, which differs from all tokens and from -1 for a missing token.
+        # earlier[p] = tokens[p - back]. Before the start `earlier` is -2, unlike all tokens, and unlike -1 for a missing token.
         earlier = pad(tokens, (back, 0), value=-2)[:, :slots]
         matches.append(matches[-1] & (earlier == token))
     entries = _entries(table, last, length[:, None], scratch.shape[1])
@@ -199,17 +199,17 @@ def followers(
 
 
 def _entries(
-    table: tuple[Tensor, ...], context: list[Tensor], like: Tensor, vocab_size: int
+    table: tuple[Tensor, ...], context: list[Tensor], lengths: Tensor, vocab_size: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The table's entries for `context`, one for each order: followers ``[B, C]``, their counts ``[B, C]``, and the total ``[B, 1]``.
 
-    If the context is not in the table, the followers are -1 and the counts 0.
+    If the context is not in the table, the followers are -1, and counts and total are 0. lengths: ``[B, 1]`` int64.
     """
     counts_by_order = []
     for n in range(len(table) // 4):
         keys, tokens, counts, totals = table[4 * n : 4 * n + 4]
-        # The key is negative if the text is too short. A table has no negative keys.
-        key = context_key(context[:n], vocab_size, like)
+        # The key is negative, and so not in the table, if the text is too short for a context of this order.
+        key = context_key(context[:n], vocab_size, lengths)
         at = torch.searchsorted(keys, key).clamp(max=keys.shape[0] - 1)
         known = keys[at] == key
         row = at[:, 0]
@@ -227,7 +227,7 @@ def _ranked(
     text: Tensor, matches: list[Tensor], entries: list[tuple[Tensor, Tensor, Tensor]], width: int, text_weight: int,
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The best followers of each row, ``[B, width]``, best first, padded with -1; and each follower's highest order.
+    """The best followers of each row, ``[B, width]``, best first, padded with -1; and each follower's order (:func:`followers`).
 
     Args:
         text: ``[B, L]`` int64.
@@ -237,13 +237,13 @@ def _ranked(
     # The candidates, with duplicates: the table's followers, then the text's tokens. Among equal scores the later candidate wins.
     tokens = torch.cat([*(tokens.flip(1) for tokens, _, _ in entries), text], 1).clamp(min=0)
     slot = torch.arange(tokens.shape[1], device=text.device)[None].expand_as(tokens)
-    # Equal tokens are counted at one of their slots: the one that this assignment keeps. Only entries written here are read, so
-    # `scratch` need not be cleared. In compiled code this assignment works in place, while scatter_ would copy all of `scratch`.
+    # Equal tokens are counted together, at the slot that `scratch` holds for the token after this assignment. Only entries written here
+    # are read, so `scratch` need not be cleared. Compiled code assigns in place, while scatter_ would copy all of `scratch`.
     scratch[torch.arange(len(tokens), device=text.device)[:, None], tokens] = slot.int()
     place = scratch.gather(1, tokens).long()
     score = torch.zeros_like(tokens, dtype=torch.float64)
     order = torch.zeros_like(tokens)
-    # Whether the token, in this slot, follows the longest context that it follows in any slot.
+    # True for slots whose token follows the longest context that the same token follows in any slot.
     eligible = torch.zeros_like(tokens, dtype=torch.bool)
     for n, matched in enumerate(matches):
         # Sums of integers in float64 are exact in any order, so every device finds the same ties.

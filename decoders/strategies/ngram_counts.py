@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-#: Factor on a follower's score for each token by which its context is shorter (stupid back-off).
+#: Stupid back-off: for each token by which a follower's context is shorter than the longest context, its score is multiplied by this.
 BACK_OFF = 0.4
-#: Scores are compared by this number of bits, because further bits may differ by rounding.
+#: Number of binary places of a score that are compared. Further places may differ by rounding.
 SCORE_BITS = 40
 
 
@@ -16,9 +16,9 @@ class _Followers:
     """The followers of one context.
 
     Attributes:
-        slots: for each token that followed the context, the slots in which it did so, in ascending order.
-        total: number of slots of all tokens together.
-        most: largest number of slots that a single token has had so far.
+        slots: for each token that followed the context, the token's positions in the text, in ascending order.
+        total: number of positions of all tokens together.
+        most: largest number of positions that one token has had so far, an upper bound after :meth:`NgramCounts.truncate`.
     """
 
     __slots__ = ("most", "slots", "total")
@@ -29,11 +29,11 @@ class _Followers:
 
 
 class RankedFollower(NamedTuple):
-    """A token with the longest context that it followed. Ranked followers compare by their score, then by their slot.
+    """A token and the longest context that it followed. Ranked followers are compared by `score`, then by `slot`.
 
     Attributes:
         score: the token's score, in units of ``2 ** -SCORE_BITS``.
-        slot: the last slot in which the token followed this context.
+        slot: the last position in the text at which the token followed this context.
         token: the token's id.
         order: number of tokens in this context.
     """
@@ -58,7 +58,7 @@ class NgramCounts:
     def __init__(self, max_ngram: int) -> None:
         self.tokens = array("i")
         self._orders: list[dict[tuple[int, ...], _Followers]] = [{} for _ in range(max_ngram)]
-        # For each frequency, the tokens that occur so often, the latest token last. None if this must be computed again.
+        # For each number of occurrences, the tokens that occur so often, the latest token last. None if `truncate` made it outdated.
         self._by_count: dict[int, dict[int, None]] | None = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -176,7 +176,7 @@ class NgramCounts:
 
 
 def _score(count: int, total: int, back: int) -> int:
-    """The share ``count / total`` times :data:`BACK_OFF` to the power of `back`, rounded as in :mod:`.ngram`'s tensors."""
+    """``count / total`` times :data:`BACK_OFF` to the power of `back`, rounded down in the same way as the tensors in :mod:`.ngram`."""
     score = count / total
     for _ in range(back):
         score = BACK_OFF * score

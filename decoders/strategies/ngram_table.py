@@ -20,7 +20,7 @@ from ..errors import SettingsError
 
 FORMAT = "decoders-ngram-table"
 VERSION = "1"
-#: Longest n-gram of a table and of the strategy. The key of a context must fit 64 bits together with a follower.
+#: Longest n-gram of a table and of the strategy: a context's key, extended by a follower, must fit into 64 bits.
 MAX_NGRAM = 3
 
 
@@ -101,7 +101,7 @@ class NgramTable:
             raise SettingsError(f"n-gram table {path} cannot be written: it is not a regular file")
         draft = target.with_name(f".{target.name}")
         draft.unlink(missing_ok=True)
-        with draft.open("xb") as file:  # mode x does not follow a link
+        with draft.open("xb") as file:  # mode x creates a new file: it never writes through a link
             file.write(self.dump())
         draft.replace(target)
 
@@ -151,7 +151,7 @@ class NgramTable:
         return table
 
     def _check(self, path: Path) -> None:
-        """Checks the contents, because compiled code would read out of bounds for a follower outside the vocabulary.
+        """Checks the contents: with a follower outside the vocabulary, compiled code would read out of bounds.
 
         Raises:
             SettingsError: the table is damaged.
@@ -168,13 +168,14 @@ class NgramTable:
                 raise SettingsError(f"n-gram table {path} is damaged: its {n}-grams are inconsistent. Train it again")
 
 
-def context_key(context: Sequence[Tensor], vocab_size: int, like: Tensor) -> Tensor:
+def context_key(context: Sequence[Tensor], vocab_size: int, example: Tensor) -> Tensor:
     """The key of a context: its tokens are the digits of a number in base `vocab_size`, the most recent token last.
 
     Args:
-        context: tensors of the shape of `like`, the most recent token first; empty for unigrams.
+        context: tensors, the most recent token first; empty for unigrams.
+        example: any tensor with the shape, dtype and device of the result.
     """
-    key = torch.zeros_like(like)
+    key = torch.zeros_like(example)
     for token in reversed(context):
         key = key * vocab_size + token
     return key
@@ -193,8 +194,8 @@ def load_table(path: Path, vocab_size: int, device: torch.device) -> tuple[Ngram
     table = _read(path.absolute(), state.st_mtime_ns, state.st_size, device)
     if table.vocab_size != vocab_size:
         raise SettingsError(
-            f"n-gram table {path} counts tokens of a vocabulary of {table.vocab_size}, the model's has {vocab_size}. "
-            "Train one with `decoders train ngram` for this model"
+            f"n-gram table {path} is for a vocabulary of {table.vocab_size} tokens, the model's has {vocab_size}. "
+            "Train a table for this model with `decoders train ngram`"
         )
     return table.orders
 
@@ -217,7 +218,7 @@ def _count(keys: Tensor, tokens: Tensor, vocab_size: int, followers: int) -> Ngr
     contexts, size = torch.unique_consecutive(grams // vocab_size, return_counts=True)
     row = torch.arange(contexts.numel()).repeat_interleave(size)
     totals = torch.zeros(contexts.numel(), dtype=torch.int64).scatter_add_(0, row, counts)
-    # Sorted by context, then by count. The sorts are stable, so the smaller token id comes first among equal counts.
+    # Sorts by context, then by count. The sorts are stable, so the smaller token id comes first among equal counts.
     order = counts.argsort(descending=True, stable=True)
     order = order[row[order].argsort(stable=True)]
     rank = torch.arange(grams.numel()) - (size.cumsum(0) - size).repeat_interleave(size)
@@ -237,7 +238,7 @@ def train_table(
 ) -> NgramTable:  # fmt: skip
     """Samples continuations of `prompts` from `model`, and counts their n-grams. Prompt tokens serve as context, but are not counted.
 
-    The counts follow the model's own distribution, because this is what a drafter has to predict.
+    The texts are the model's own, because a drafter has to predict the model's tokens.
 
     Args:
         model: enabled by :func:`decoders.enable`.
@@ -252,9 +253,9 @@ def train_table(
         SettingsError: there are no prompts, a prompt is empty, or the temperature is not above 0 and finite.
     """
     if not 0 < temperature < math.inf:
-        raise SettingsError(f"the temperature for sampling texts must be above 0, and finite, not {temperature:g}")
+        raise SettingsError(f"the temperature for sampling texts must be above 0 and finite, not {temperature:g}")
     if not prompts or not all(prompts):
-        raise SettingsError("there must be prompts, of at least one token each")
+        raise SettingsError("give at least one prompt, and at least one token in every prompt")
     options = dict(temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=length) | options
     texts: list[tuple[Tensor, int]] = []
     counted, generator = 0, torch.Generator().manual_seed(seed)

@@ -52,13 +52,13 @@ class PromptLookup(Strategy):
     auto_settings = {"length": 24}
     hints = {"prompt_lookup_num_tokens": "length", "max_matching_ngram_size": "max_ngram"}
     on_device = True
-    grade_rates = (0.0, 0.35, 0.7, 0.87)  # by the length of the match
+    grade_rates = (0.0, 0.35, 0.7, 0.87)  # a token's grade is the length of its match
 
     def start(self, context: Context) -> Callable[..., tuple[Tensor, Tensor]]:
         return context.compile(continuations)
 
     def rebatch(self, state: Callable[..., tuple[Tensor, Tensor]], rows: Tensor, context: Context) -> Any:
-        return state  # the state is a function, and the rows themselves are searched
+        return state  # the state is only a compiled function
 
     def propose(self, state: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences) -> Draft:
         s: PromptLookupSettings = self.settings
@@ -74,7 +74,7 @@ def continuations(
     Args:
         tokens: ``[B, L]`` int64.
         length: ``[B]`` int64, number of valid tokens per row.
-        max_ngram, min_ngram: greatest and least number of tokens in a match.
+        max_ngram, min_ngram: greatest and least length of a match in tokens.
         count: number of tokens per branch.
 
     Returns:
@@ -91,7 +91,7 @@ def continuations(
         shifted = torch.nn.functional.pad(tokens, (back, 0))[:, :slots]  # shifted[p] = tokens[p - back]
         unbroken = unbroken & (shifted == wanted) & (end >= back) & (last >= back)
         matched = matched + unbroken
-    # Orders occurrences by the length of the match, then by their position.
+    # Ranks occurrences by the length of the match, then by their position.
     score = torch.where(matched >= min_ngram, matched * slots + end, -1)
     follower = tokens.roll(-1, 1)
     steps = torch.arange(count, device=tokens.device)[None]

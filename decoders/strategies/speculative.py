@@ -19,13 +19,13 @@ from .draft_model import DraftModelSettings, DraftModelStrategy
 from .draft_tree import GRADE_RATES, DraftTree, StaticTree, TreeForm, TreeSettings, grades_of, shape_of
 from .text_drafter import TextDrafter
 
-#: A draft model that has at least this share of the target's tokens drafts tokens, not strings. It splits texts much as the target
-#: does.
+#: With ``alignment="auto"``, a draft model that has at least this share of the target's tokens drafts tokens, not strings, because it
+#: splits texts much as the target does.
 NEARLY_ALL = 0.98
 
 
 class ShapeSettings(TreeSettings):
-    """The length and the shape of a draft model's drafts."""
+    """The length and the shape of the drafts of a draft model."""
 
     length: int = Field(
         5, ge=1, le=32, description="Number of tokens drafted per step (the papers' K or gamma); for a tree, its depth."
@@ -72,7 +72,7 @@ class _State:
 
     Attributes:
         tree: the shape of drafts; None for chains.
-        lengths: ``[B]`` int64, number of tokens to draft in each row, with the heuristic schedule.
+        lengths: ``[B]`` int64, number of tokens to draft in each row; used by the heuristic schedule only.
         own_nodes: number of nodes in the last draft, root included.
         limit: greatest number of tokens of the next draft, from :meth:`Speculative.limit`; None for no limit.
         other: the vocabularies of target and draft model if they differ; None if they are equal or there are no tokenizers to
@@ -92,8 +92,8 @@ class _State:
 class Speculative(DraftModelStrategy):
     """Drafts a chain (Leviathan et al. 2023, Algorithm 1, with the call's verifier), or a tree of the draft model's best continuations.
 
-    When sampling with the coupled verifier, the draft model draws with the noise that the target will draw with (Daliri et al. 2024).
-    Draft model and target then mostly draw the same token. With other verifiers the draft model draws with different noise.
+    When sampling with the coupled verifier, the draft model draws with the target's noise (Daliri et al. 2024), so that both mostly
+    draw the same token. With other verifiers the draft model draws with different noise.
 
     A draft model whose config has a ``pard_token`` (An et al. 2025, "PARD") drafts a chain of any length in two passes: one over the
     committed tokens and one over mask tokens. It drafts trees level by level, and in calls with a grammar it drafts token by token.
@@ -128,11 +128,11 @@ class Speculative(DraftModelStrategy):
         if tree is not None:
             ahead, children = tree.ahead, tree.children
         drafter = context.draft(self.draft_model(context), ahead=ahead, children=children)
-        # Mask tokens work for chains only, and not with a grammar, which must know each draft token before the next is drafted.
+        # Mask tokens work for chains without a grammar: a grammar must know each draft token before the next token is drafted.
         mask = drafter.mask_token if tree is None and context.guide is None else None
         if tree is not None and tree.least_children > drafter.children:
             raise SettingsError(
-                f"the template needs the {tree.children} best continuations of a node, and the vocabulary has {drafter.vocab_size} "
+                f"the template needs the {tree.children} best continuations of a node, but the vocabulary has {drafter.vocab_size} "
                 "tokens"
             )
         return _State(drafter, tree, lengths, other=other, mask=mask)
@@ -142,22 +142,22 @@ class Speculative(DraftModelStrategy):
         return context.vocabulary_of(self.draft_model(context))
 
     def _alignment(self, other: OtherVocabulary) -> str:
-        """The alignment in force: ``"tokens"`` or ``"strings"``.
+        """The value of the setting `alignment`, with ``"auto"`` replaced by ``"tokens"`` or ``"strings"``.
 
         Raises:
-            UnsupportedError: the user set ``"strings"`` and a tree.
+            UnsupportedError: the settings are ``alignment="strings"``, which drafts chains only, and a tree.
         """
         s: SpeculativeSettings = self.settings
         if s.alignment == "strings" and s.tree != "none":
             raise UnsupportedError(
-                "a draft model that drafts text (alignment='strings') drafts a chain: take tree='none'"
+                "a draft model that drafts text (alignment='strings') drafts chains only: take tree='none'"
             )
         if s.alignment != "auto":
             return s.alignment
         return "strings" if s.tree == "none" and other.shared < NEARLY_ALL else "tokens"
 
     def keeps_rows(self, state: _State) -> bool:
-        return not isinstance(state.drafter, TextDrafter)  # a TextDrafter's cache belongs to the former rows
+        return not isinstance(state.drafter, TextDrafter)  # a TextDrafter keeps texts and cache of the former rows
 
     def rebatch(self, state: _State, rows: Tensor, context: Context) -> _State:
         s: ShapeSettings = self.settings
@@ -201,7 +201,7 @@ class Speculative(DraftModelStrategy):
         """The number of tokens to draft in this step."""
         s: ShapeSettings = self.settings
         length = s.length
-        if s.schedule == "heuristic":  # the greatest length of any row
+        if s.schedule == "heuristic":  # all rows draft as many tokens as the longest draft needs
             length = int(torch.where(sequences.finished, 1, state.lengths).max())
         return length if state.limit is None else min(length, state.limit)
 
@@ -223,7 +223,7 @@ class Speculative(DraftModelStrategy):
 
 
 def _places(drafter: Drafter, mask: int, sequences: Sequences, length: int) -> list[Expansion]:
-    """The continuations at places 1 … `length` - 1 (from 0) of a chain. A PARD draft model computes them in one pass over masks."""
+    """The continuations for all tokens of a chain but the first. A PARD draft model computes them in one pass over mask tokens."""
     if length == 1:
         return []
     rows, index = len(sequences.length), torch.arange(length, device=sequences.length.device)

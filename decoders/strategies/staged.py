@@ -73,8 +73,8 @@ class Staged(DraftModelStrategy):
     """The draft model itself decodes speculatively, with any strategy as its drafter.
 
     One pass of the draft model then yields several tokens, so that drafts are longer at equal cost. The tokens that the draft model
-    chooses form a path. At every node of the path, the draft model's next best tokens become leaves. The same passes compute them.
-    The target verifies the likeliest nodes of path and leaves, as many as the setting ``nodes`` allows.
+    chooses form a path. At every node of the path, the draft model's next best tokens, known from the same pass, become leaves. The
+    target verifies the likeliest nodes of path and leaves, as many as the setting ``nodes`` allows.
     """
 
     name = "staged"
@@ -87,8 +87,7 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         stage = context.strategy(s.stage, s.stage_config)
         nodes = draft_budget(context.costs, s.nodes, NODES)
-        # Without the coupled verifier, drawn tokens must not decide which nodes get leaves. So all nodes get the same number of
-        # leaves.
+        # Without the coupled verifier, all nodes get the same number of leaves: drawn tokens must not decide which nodes get leaves.
         children = s.children if context.coupled else max(1, min(s.children, nodes // s.length))
         drafter = context.draft(self.draft_model(context), ahead=s.length, children=children, stage=stage)
         children, fixed = drafter.children, None  # fewer children if the vocabulary is smaller
@@ -103,7 +102,7 @@ class Staged(DraftModelStrategy):
         s: StagedSettings = self.settings
         drafter = state.drafter
         drafter.begin(sequences)
-        # Tokens beyond `length` are written to one additional place.
+        # Tokens beyond `length` are written to an additional last index.
         shape = (len(drafter.length), s.length + 1, drafter.children)
         tokens = torch.full(shape, -1, dtype=torch.int64, device=drafter.length.device)
         weights = torch.full(shape, float("-inf"), device=tokens.device)
@@ -138,8 +137,8 @@ class Staged(DraftModelStrategy):
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
-        # Only a leaf can be in a slot that is not at its position. If a leaf is accepted, it is the last accepted node, which the
-        # draft model reads again anyway.
+        # `displaced` is 0: the nodes of the path are in the cache slots of their positions. An accepted leaf may be elsewhere, but
+        # the leaf is the last accepted node, which the draft model reads again anyway.
         state.drafter.observe(step, state.own_nodes)
 
 
@@ -147,7 +146,7 @@ def collect(
     path: Tensor, emitted: Tensor, written: Tensor, tokens: Tensor, weights: Tensor, scores: Tensor | None,
     all_tokens: Tensor, all_weights: Tensor, all_scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Adds the continuations along the accepted path of a pass to earlier passes' continuations, and returns all.
+    """Adds the continuations of the nodes on the accepted path of a pass to the continuations of earlier passes, and returns all.
 
     Args:
         path: ``[B, n]``, the accepted node at each depth of the pass's block.
@@ -155,7 +154,7 @@ def collect(
         written: ``[B]``, number of tokens that the earlier passes have appended.
         tokens, weights, scores: ``[B, n, C]``, ``[B, n, C]`` and ``[B, n, V]``, the continuations of all nodes of the pass.
         all_tokens, all_weights, all_scores: ``[B, L+1, C]``, ``[B, L+1, C]`` and ``[B, L+1, V]``, the continuations of earlier
-            passes. Index ``L`` is for discarded entries.
+            passes. Index ``L`` holds entries that are not used.
     """
     index = torch.arange(path.shape[1], device=path.device)
     last = all_tokens.shape[1] - 1
@@ -170,7 +169,7 @@ def collect(
 
 
 def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
-    """Selects the likeliest nodes of a path and its leaves, at most `nodes`. Returns their tree as :func:`best_nodes` does.
+    """Selects the likeliest nodes of a path and its leaves, at most `nodes`. Returns the same values as :func:`best_nodes`.
 
     Args:
         path: ``[B, L]``, the path's tokens, -1 after its end.
@@ -183,7 +182,7 @@ def path_with_leaves(path: Tensor, tokens: Tensor, weights: Tensor, nodes: int, 
     tokens = torch.cat([path[..., None], tokens[:, :-1, 1:]], dim=2)
     weights = torch.where(path[..., None] >= 0, weights[:, :-1], float("-inf"))
     reached = torch.nn.functional.pad(weights[:, :-1, 0].cumsum(1), (1, 0))
-    # All nodes of a level have the same parent: the path's node one level up. This is its index among the flattened nodes.
+    # All nodes of a level have the same parent: the path's node one level up. `above` is the parent's index among the flattened nodes.
     above = torch.arange(length, device=path.device) * children - children
     parents = torch.where(above < 0, -1, above)[:, None].expand(length, children).reshape(1, -1).expand(rows, -1)
     return best_nodes(

@@ -69,11 +69,11 @@ class _State:
         memory: outputs of earlier calls; empty if no outputs are kept.
         given: texts that the user passed to :func:`decoders.remember`; None if there are none.
         append_only: whether the rows' texts only grow.
-        matches: number of drafts that came from a match.
-        matched: total number of tokens in these matches.
+        matches: number of drafts so far.
+        matched: total length in tokens of the matches behind these drafts.
         drafted: total number of tokens in these drafts.
-        used: ids in `memory` of the outputs that had a match.
-        used_given: ids in `given` of the user's texts that had a match.
+        used: ids in `memory` of the outputs in which a match was found.
+        used_given: ids in `given` of the user's texts in which a match was found.
     """
 
     rows: list[RowText]
@@ -90,10 +90,10 @@ class _State:
 class Suffix(Strategy):
     """Looks up the row's last tokens in earlier text, and drafts a tree of the tokens that followed there.
 
-    Earlier text is the row itself, the outputs of earlier calls, and the texts given to :func:`decoders.remember`. A shorter match
-    has more occurrences. Every length ``p`` of the match gives a tree of at most ``alpha * p`` nodes (the paper's MAX_SPEC). The
-    score of a tree is the sum of its nodes' probabilities. The tree with the best score is drafted. A continuation that reaches the
-    end of the row is repeated periodically, so that drafts in periodic text have their full length.
+    Earlier text is the row itself, the outputs of earlier calls, and the texts given to :func:`decoders.remember`. Every length ``p``
+    of a match gives a tree of at most ``alpha * p`` nodes (the paper's MAX_SPEC), from the continuations of all matches of at least
+    this length. The score of a tree is the sum of its nodes' probabilities. The tree with the best score is drafted. A continuation
+    that reaches the end of the row is repeated periodically, so that drafts in periodic text have their full length.
 
     All work is done on the host. The search for a row takes 10 to 30 microseconds.
     """
@@ -108,7 +108,7 @@ class Suffix(Strategy):
     rests = True
     rows_apart = False
     on_device = False
-    #: Usual acceptance rates by grade (:func:`_grade`): three for each class of match lengths.
+    #: Usual acceptance rates of the grades from 0 on (:func:`_grade`).
     grade_rates = (
         0.0, 0.0, 0.0, 0.1, 0.35, 0.6, 0.15, 0.65, 0.95, 0.25, 0.8, 0.9, 0.3, 0.9, 0.95, 0.5, 0.95, 0.98,
     )  # fmt: skip
@@ -168,14 +168,14 @@ class Suffix(Strategy):
                 continue  # the next match is equally long and belongs to the same tree
             most = min(int(s.alpha * match.length) or 1, s.nodes)
             if most <= best_score:
-                break  # a node adds at most 1 to the score
+                break  # a node adds at most 1 to the score, so no shorter match can have a better tree
             nodes, score = expand([m.continuation for m in matches[:count]], most, s.min_probability)
             if score > best_score:
                 best, best_score, best_length = nodes, score, match.length
         if best:
             state.matches, state.matched = state.matches + 1, state.matched + best_length
             state.drafted += len(best)
-        # With several rows the draft may be cut to its first nodes, so the likeliest nodes stay in front.
+        # The draft of several rows may be cut to its first nodes, so there the likeliest nodes stay in front.
         if len(state.rows) == 1:
             best = path_first(best)
         return best, [_grade(best_length, node) for node in best]
@@ -221,7 +221,7 @@ class _Match:
 
 
 def _continued(text: ChainedText, end: int, most: int) -> array[int]:
-    """The `most` tokens that follow index `end` in a row's own text. If the text has fewer, they are repeated periodically."""
+    """The `most` tokens that follow index `end` in a row's own text. If fewer follow, these are repeated periodically."""
     following = text.tokens[end + 1 : end + 1 + most]
     if len(following) < most:
         following = (following * (most // len(following) + 1))[:most]
@@ -231,8 +231,8 @@ def _continued(text: ChainedText, end: int, most: int) -> array[int]:
 def _grade(length: int, node: DraftedNode) -> int:
     """The grade of a draft token, 3 … 17: three grades for each class of match lengths (1, 2-3, 4-7, 8-15, more).
 
-    Within a class, the grade depends on the share of the parent's occurrences that continue with the token. First grade: less than a
-    half. Second: at least a half, or a single occurrence. Third: all of several occurrences.
+    Within a class, the grade depends on the share of the parent's occurrences that continue with the token. First grade: share below
+    a half. Second: share of at least a half, or a single occurrence. Third: all occurrences, if there are several.
     """
     agreed = 2 if node.share == 1 and node.support > 1 else 1 if node.share >= 0.5 else 0
     return 3 * min(length.bit_length(), 5) + agreed

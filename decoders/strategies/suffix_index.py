@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..text_memory import ChainedText
 from .followed_text import FollowedText
 
-#: An output is remembered together with this number of prompt tokens before it. If a later prompt ends with them, its first draft is
-#: the beginning of the output.
+#: An output is remembered together with the last LEAD tokens of its prompt. If a later prompt ends with these tokens, its first draft
+#: is the beginning of the output.
 LEAD = 16
 
 
@@ -32,7 +32,7 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
     """Builds the tree of a match's continuations by greedy expansion, as in the paper, with at most `most` nodes.
 
     Args:
-        continuations: the tokens that followed each occurrence, the latest occurrence first.
+        continuations: for each occurrence of the match, the tokens that followed it; the latest occurrence first.
         least: probability below which nodes are left out.
 
     Returns:
@@ -58,8 +58,8 @@ def expand(continuations: Sequence[Sequence[int]], most: int, least: float) -> t
 def path_first(nodes: Sequence[DraftedNode]) -> list[DraftedNode]:
     """Reorders the tree `nodes` so that its likeliest path comes first.
 
-    Each token of the path then has the slot that plain decoding would give it, so its keys and values have the same bits as in plain
-    decoding. If the token is accepted, it need not be run again.
+    Each token of the path then has the cache slot that plain decoding would give it, so its keys and values have the same bits as in
+    plain decoding. If the token is accepted, the target need not run it again.
 
     Args:
         nodes: from :func:`expand`, so that the likeliest node comes before its siblings.
@@ -79,7 +79,7 @@ _Open = tuple[float, int, int, float, Sequence[Sequence[int]], int]
 def _children(
     continuations: Sequence[Sequence[int]], depth: int, parent: int, probability: float, least: float
 ) -> list[_Open]:
-    """A node's children as tuples for `waiting` in :func:`expand`, the likeliest first, and among equally likely ones the latest."""
+    """A node's children, the likeliest first, among equally likely children the latest first. The tuples are for :func:`expand`."""
     groups: dict[int, list[Sequence[int]]] = {}
     for continuation in continuations:
         if len(continuation) > depth:

@@ -26,7 +26,7 @@ from ..strategy import Context, Draft, Sequences
 __all__ = ["TextDrafter"]
 
 #: The last LOOKBEHIND tokens of a text are encoded again together with new text. Encoding begins ANCHOR tokens before them, to find a
-#: token border that the old and the new encoding have in common.
+#: place at which a token ends both in the old and in the new encoding.
 LOOKBEHIND, ANCHOR = 8, 8
 #: Greatest number of tokens of a prompt that one pass of the draft model reads.
 CHUNK = 512
@@ -57,7 +57,7 @@ class TranslatedText:
         self._begin, self.valid = len(begin), 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Appends committed tokens of the target to `tokens` and `text`, and encodes the end of `ids` again."""
+        """Appends committed tokens of the target to `tokens` and `text`, and encodes the end of the text again for `ids`."""
         self.tokens += tokens
         self.text += self.own.spell(tokens)
         # The last tokens are encoded again, because they may end within a character, or be joined with the new text.
@@ -77,7 +77,7 @@ class TranslatedText:
         return self.text[self._ends[-1] if self._ends else 0 :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens for the text of the draft model's tokens `drafted`. Empty if the text does not begin with `pending`."""
+        """The text of `drafted`, tokens of the draft model, in the target's tokens. Empty if the text does not begin with `pending`."""
         text = b""
         for token in drafted:
             piece = self.other.tokens[token]
@@ -98,24 +98,24 @@ class TranslatedText:
             if size == len(before):
                 return tokens[count:]
             size += len(self.own.tokens[token] or b"")
-        # A token spans the border of committed and drafted text, so the drafted text is encoded alone.
+        # A token spans the border between committed and drafted text. So the drafted text is encoded by itself.
         return self.own.encoded(text)
 
     def _boundary(self, place: int) -> int:
-        """The greatest index in `ids`, at most `place`, whose token does not begin inside a character."""
+        """The greatest index in `ids`, at most `place`, of a token that begins at the start of a character."""
         while place > self._begin and self.text[self._ends[place - 1]] in _CONTINUATION:
             place -= 1
         return place
 
     def _meeting(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
-        """Finds a token border that the old and the new encoding of the text's end have in common.
+        """Finds a place in the text at which a token ends both in the old and in the new encoding of the text's end.
 
         Args:
             first: index in `ids` of the first token that was encoded again.
             ends: for each new token, where it ends in `text`.
 
         Returns:
-            the number of tokens of `ids` and the number of new tokens before the border; ``first, 0`` if there is no common border.
+            the number of tokens of `ids` and the number of new tokens before this place; ``first, 0`` if there is no such place.
         """
         old = {end: place + 1 for place, end in enumerate(self._ends) if place >= first}
         for place, end in enumerate(ends):
@@ -190,8 +190,7 @@ class TextDrafter:
         starts = [max(len(row.ids) - width, 0) for row in rows]
         ends = torch.tensor([max(len(row.ids) - 1, 0) for row in rows], device=self.device)
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
-        # Only the logits after each row's last token are needed. If no row is shorter than the pass, these are at the pass's last
-        # node.
+        # Only the token after each row's last token is needed. If no row is shorter than the pass, the pass's last node predicts it.
         even = all(len(row.ids) >= width for row in rows)
         best = self.module(*self._window(starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)

@@ -20,8 +20,8 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Default maximum number of tokens of a draft. LENGTH if the costs of a step have not been measured. Otherwise the costs choose it,
-#: up to MOST_LENGTH.
+#: Default of the maximum number of tokens of a draft: LENGTH if the costs of a step have not been measured; otherwise as many as the
+#: costs allow, up to MOST_LENGTH.
 LENGTH, MOST_LENGTH = 16, 32
 #: On devices other than a CPU, the host reads values once per draft, after one of these numbers of passes, because it has to wait.
 BUCKETS = (2, 4, 8, 16, 32)
@@ -82,8 +82,8 @@ class _State:
         calibration: measurements for the calibrated rule; None for the adaptive rule.
         threshold: ``[B]`` float32, each row's threshold.
         length: greatest number of tokens of a draft.
-        waits: whether the host has to wait when it reads the device's values (not on a CPU). If so, it reads them once per draft.
-        bucket: number of passes before the host reads values, one of :data:`BUCKETS`.
+        waits: whether the host has to wait for the device to read values (not on a CPU). It then reads values only once per draft.
+        bucket: number of passes of the draft model before the host reads values, one of :data:`BUCKETS`.
         weights: ``[B, n]``, cumulative log-probability of each node of the last draft.
         draft: the last draft.
     """
@@ -103,7 +103,7 @@ class Threshold(DraftModelStrategy):
     """Drafts a chain until the product of the draft tokens' probabilities falls below a threshold.
 
     The token at which the product falls below the threshold is still proposed. In a tree, a node is expanded if its cumulative
-    probability is above the threshold. Every row has its own threshold. It is adapted after every step.
+    probability is above the threshold. Every row has its own threshold, which adapts after every step.
     """
 
     name = "threshold"
@@ -178,7 +178,7 @@ class Threshold(DraftModelStrategy):
                 if not bool((reached >= floor).any()):
                     break
             elif len(products) == look:
-                # The only read of this draft. If a row continues, all rows draft up to the next bucket, without another read.
+                # The host reads only here. If a row continues, all rows draft up to the next bucket without another read.
                 needed = int(self._kept(torch.stack(products, 1), floor).sum(1).max())
                 going = bool((reached >= floor).any())
                 last = min(2 * len(products), state.length) if going else len(products)
@@ -190,7 +190,7 @@ class Threshold(DraftModelStrategy):
 
     @staticmethod
     def _kept(products: Tensor, floor: Tensor) -> Tensor:
-        """Which tokens are proposed, ``[B, n]`` bool: those before which no product is below `floor`. The arguments are logarithms."""
+        """Which tokens are proposed, ``[B, n]`` bool: all up to the first product below `floor`, included. Arguments are logarithms."""
         above = (products >= floor[:, None]).long().cumprod(1)
         return torch.nn.functional.pad(above, (1, -1), value=1).bool()
 
@@ -248,7 +248,8 @@ class CalibratedThreshold:
         """Updates the measurements and returns the new threshold, a probability. None if there are too few measurements yet.
 
         Args:
-            expected: sum of the cumulative probabilities of a chain's draft tokens. None: probabilities are used without correction.
+            expected: sum of the cumulative probabilities of a chain's draft tokens; None for a tree, whose probabilities are not
+                corrected.
         """
         now = self._clock()
         if self._first:  # the first step may include compilation
@@ -264,7 +265,7 @@ class CalibratedThreshold:
         if len(self._steps) < ENOUGH or not emitted:
             return None
         seconds = sum(seconds for _, seconds in self._steps)
-        if not seconds > 0:  # the clock is too coarse
+        if not seconds > 0:  # the clock's resolution is too low
             return None
         rate = sum(tokens for tokens, _ in self._steps) / seconds
         accepted, expectation = (sum(values) for values in zip(*self._hits, strict=True)) if self._hits else (1.0, 1.0)

@@ -86,7 +86,7 @@ class TokenRecycling(Strategy):
     summary = "Proposes, as a static tree, the tokens that the target found likely when it last read the same tokens."
     settings_class = TokenRecyclingSettings
     on_device = True
-    # By the difference between the logits. The last grade is for successors from prompts.
+    # By the difference between the logits of the best two successors (SUREST). The last grade is for successors from prompts.
     grade_rates = (0.45, 0.6, 0.7, 0.75, 0.6)
     rests = True
     rows_apart = False
@@ -139,7 +139,7 @@ class TokenRecycling(Strategy):
 
 
 def _verified(step: Step) -> list[tuple[int, int, int]]:
-    """``(worth, place, token)`` of every node that has logits: its depth (0 if rejected), the index of its logits, and its token."""
+    """Lists every node that has logits as ``(worth, place, token)``: its depth (0 if rejected), the index of its logits, its token."""
     nodes: list[tuple[int, int, int]] = []
     parts = (part.tolist() for part in (step.nodes, step.path, step.accepted, step.emitted))
     for row, (tokens, path, accepted, emitted) in enumerate(zip(*parts, strict=True)):
@@ -162,8 +162,8 @@ def levels_of(topology: Topology, ranks: Sequence[int], device: torch.device) ->
     return levels
 
 
-#: The grade of a token's successors is the difference between the logits of the best two, rounded down, at most SUREST. For
-#: successors from prompts there are no logits. They have the grade FOLLOWED.
+#: The grade of a token's successors is the difference between the logits of the best two, rounded down, at most SUREST. Successors from
+#: prompts have no logits: their grade is FOLLOWED.
 SUREST, FOLLOWED = 3, 4
 
 #: For each level of a tree two int64 tensors: the indices of the nodes' parents in the level before, and the nodes' ranks.
@@ -214,8 +214,8 @@ def filled(
 def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     """Writes the likeliest successors of all `nodes` into `matrix`, in place.
 
-    If several nodes have the same token, the node with the largest `worth` is used, and among equal nodes the last. So each row of
-    the matrix is written once, and every device writes the same values.
+    If several nodes have the same token, the node with the largest `worth` is used, and among nodes with equal `worth` the last. So
+    each row of the matrix is written once, and every device writes the same values.
 
     Args:
         nodes: ``[B, N]`` int64, tokens of the nodes, -1 for nodes that are ignored.
@@ -233,7 +233,7 @@ def learn(matrix: Tensor, nodes: Tensor, logits: Tensor, worth: Tensor) -> None:
     nothing = matrix.shape[0] - 1
     rows = torch.where(beaten | (tokens < 0), nothing, tokens)
     learnt = torch.where((rows == nothing)[:, None], -1, torch.cat([best[:, :k], grade.long()], 1)).int()
-    matrix.index_put_((rows,), learnt)  # all other nodes write the same values to the row for "no token"
+    matrix.index_put_((rows,), learnt)  # the nodes that are not used write -1 to the row for "no token"
 
 
 def learn_listed(matrix: Tensor, nodes: Sequence[tuple[int, int, int]], logits: Tensor) -> None:

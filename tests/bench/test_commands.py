@@ -193,7 +193,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--set", "prefill_chunk=0"), "prefill_chunk"),
         (("-s", "prompt_lookup[compile=maybe]"), "true, false or auto"),
         (("--batch", "0"), "batch sizes such as 1,4"),
-        (("--prompts", "nowhere.txt"), "'nowhere.txt' is not a file, and 'nowhere.txt' not a kind"),
+        (("--prompts", "nowhere.txt"), "'nowhere.txt' is not a file, and 'nowhere.txt' is not a kind"),
         (("--set", "length=3"), "name the strategy too"),
         (("-s", "prompt_lokup"), "prompt_lookup"),
         (("-s", "prompt_lookup[length=3"), "a closing ']' is missing"),
@@ -201,7 +201,7 @@ def test_bench_takes_several_kinds_of_prompt() -> None:
         (("--baseline", "transformers-static[3]"), "only transformers-assisted takes"),
         (("--baseline", "transfomers"), "Did you mean 'transformers'?"),
         (("--prompts", "code,random,poem"), "predictable, random"),
-        (("--prompts", "cpy,code"), "'cpy' not a kind. Did you mean 'copy'?"),
+        (("--prompts", "cpy,code"), "'cpy' is not a kind. Did you mean 'copy'?"),
         (("--suite", "specbench", "--data", "."), "Did you mean 'spec-bench'"),
         (("--suite", "gsm8k", "--prompts", "code"), "give either --suite with --data, or --prompts"),
         (("--data", "question.jsonl"), "give either --suite with --data, or --prompts"),
@@ -354,8 +354,8 @@ def test_prompts_are_read_with_messages_and_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"txt": "x"}', "a line must have a text, or messages, unlike {'txt': 'x'}"),
-        ('"x"', "a line must have a text, or messages, unlike 'x'"),
+        ('{"txt": "x"}', "a line must be an object with the field text or messages, not {'txt': 'x'}"),
+        ('"x"', "a line must be an object with the field text or messages, not 'x'"),
         ('{"text": 5}', "a prompt must be a text, or messages with role and content, not 5"),
         ('{"messages": ["x"]}', r"messages with role and content, not \['x'\]"),
         ('{"text": "x"}\n\n{"text": "x"', "mine.jsonl' cannot be read: line 3, column 13: Expecting"),

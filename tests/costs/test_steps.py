@@ -27,9 +27,9 @@ def test_a_slower_machine_is_noticed_at_once_and_for_every_size() -> None:
 def test_costs_of_other_rows_keep_what_the_machine_takes_longer() -> None:
     first = StepCosts(curve(*LADDER), 1, 64)
     first.observe(3, 0.026, 64, False)
-    later = StepCosts(curve(*LADDER, point(3, 0.030, rows=4)), 4, 64, like=first)
+    later = StepCosts(curve(*LADDER, point(3, 0.030, rows=4)), 4, 64, former=first)
     assert later.step(3) == pytest.approx(0.060)
-    assert StepCosts(curve(*LADDER), 1, 64, like=StepCosts(None, 1, 64)).step(3) == pytest.approx(0.013)
+    assert StepCosts(curve(*LADDER), 1, 64, former=StepCosts(None, 1, 64)).step(3) == pytest.approx(0.013)
 
 
 def test_one_interrupted_step_changes_little() -> None:

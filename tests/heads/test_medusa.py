@@ -68,8 +68,8 @@ def test_tied_heads_follow_the_models_weights_and_stay_small():
     [
         (dict(heads=0), "heads: Input should be greater than or equal to 1"),
         (dict(projection="none"), "'tied', 'low_rank' or 'full'"),
-        (dict(projection="low_rank"), "needs a rank, and only low_rank has one"),
-        (dict(projection="tied", rank=3), "needs a rank, and only low_rank has one"),
+        (dict(projection="low_rank"), "needs a rank of 1 or more, any other projection a rank of 0"),
+        (dict(projection="tied", rank=3), "needs a rank of 1 or more, any other projection a rank of 0"),
     ],
 )
 def test_senseless_shapes_are_refused(values, reason):

@@ -79,14 +79,14 @@ def test_what_is_no_file_of_a_suite_is_told_with_what_was_expected(tmp_path: Pat
     write(tmp_path / "two" / "test.parquet", TWO)
     masked = {**TWO, "turns": [PLACEHOLDER + " USING SPECDEC_BENCH"]}
     for name, data, said in [
-        ("spec-bench", None, "needs --data: question.jsonl from data/spec_bench of github.com/hemingkx/Spec-Bench"),
-        ("gsm8k", tmp_path / "nowhere.jsonl", "no such file or folder; expected is test.jsonl from github.com/openai"),
-        ("spec-bench", tmp_path / "one", "there is no question.jsonl in it"),
-        ("speed-bench", tmp_path, "several files, give one of them: one/test.parquet, two/test.parquet"),
-        ("gsm8k", write(tmp_path / "a.jsonl", TWO), "line 1 has no text in question; test.jsonl from"),
+        ("spec-bench", None, "needs --data: give question.jsonl from data/spec_bench of github.com/"),
+        ("gsm8k", tmp_path / "nowhere.jsonl", "no such file or folder; give test.jsonl from github.com/openai"),
+        ("spec-bench", tmp_path / "one", "there is no question.jsonl in this folder"),
+        ("speed-bench", tmp_path, "give one of them: one/test.parquet, two/test.parquet"),
+        ("gsm8k", write(tmp_path / "a.jsonl", TWO), "line 1 has no text in question; give test.jsonl from"),
         ("humaneval", tmp_path / "one" / "test.parquet", "line 1 has no text in prompt"),
         ("speed-bench", write(tmp_path / "b.jsonl", TWO, masked), "1 of 2 questions are placeholders"),
-        ("spec-bench", write(tmp_path / "c.jsonl"), "there is no question in it"),
+        ("spec-bench", write(tmp_path / "c.jsonl"), "there is no question in this file"),
     ]:
         with pytest.raises(SettingsError) as error:
             read_suite(name, data)

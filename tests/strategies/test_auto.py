@@ -206,7 +206,7 @@ def test_merged_drafters_that_can_rest_are_candidates(merged: str, rows: int) ->
         ({"candidates": ["threshold"]}, SettingsError, "'threshold' has to see every step"),
         ({"candidates": ["suffix+lookahead"]}, SettingsError, r"'suffix\+lookahead' has to see every step"),
         ({"candidates": ["prompt_lokup"]}, UnknownNameError, "prompt_lookup"),
-        ({"candidates": ["auto"]}, SettingsError, "not auto itself"),
+        ({"candidates": ["auto"]}, SettingsError, "do not name auto"),
         ({"candidates": []}, SettingsError, "candidates"),
         ({"config": {"lookahead": {}}}, SettingsError, "'lookahead', which is not a candidate"),
         ({"config": {"suffix": {"node": 3}}}, SettingsError, "nodes"),
@@ -254,7 +254,7 @@ class Tree(Strategy):
 
 def test_a_candidate_with_nodes_of_its_own_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Auto, "start", _among(Windowed()))
-    with pytest.raises(UnsupportedError, match="'windowed': it runs its own nodes"):
+    with pytest.raises(UnsupportedError, match="'windowed': this strategy runs other nodes"):
         auto_call(1)
 
 

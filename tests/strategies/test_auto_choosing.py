@@ -275,7 +275,8 @@ def test_the_likeliest_path_stands_first(world: World, monkeypatch: pytest.Monke
 
 def test_another_verifier_is_refused_with_what_auto_can_do() -> None:
     with pytest.raises(
-        UnsupportedError, match="^auto chooses draft tokens by the tokens drawn before.*take verifier='coupled'"
+        UnsupportedError,
+        match="^auto chooses which draft tokens to verify by tokens that were drawn before.*take verifier='coupled'",
     ):
         Auto().start(context(coupled=False))
 

@@ -667,7 +667,7 @@ def test_what_a_config_cannot_say(tmp_path: Path) -> None:
         save_file(state(name), tmp_path / "model.safetensors")
         return load_draft_model(tmp_path, torch.device("cpu"), torch.float32)
 
-    with pytest.raises(SettingsError, match="conv_group_size 0: both are 0, or both"):
+    with pytest.raises(SettingsError, match="conv_group_size 0: set both to 0, or both"):
         read("dflash2", conv_group_size=0)
     with pytest.raises(SettingsError, match="conv_group_size is 5, which does not divide hidden_size"):
         read("dflash2", conv_group_size=5)
@@ -677,7 +677,7 @@ def test_what_a_config_cannot_say(tmp_path: Path) -> None:
         read("dspark", markov_rank=0)
     with pytest.raises(SettingsError, match="has no emb_dim"):
         read("domino", emb_dim=None)
-    with pytest.raises(SettingsError, match="lilicorr_num_heads is 3, which does not divide 16"):
+    with pytest.raises(SettingsError, match="lilicorr_num_heads is 3, which does not divide the hidden size, 16"):
         read("lilicorr", lilicorr_num_heads=3)
     with pytest.raises(UnsupportedError, match="reads the target's embeddings as a feature"):
         read("speculators", aux_hidden_state_layer_ids=[0, 3])

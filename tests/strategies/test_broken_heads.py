@@ -55,7 +55,7 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
         ("eagle3", dict(num_attention_heads=5), "num_attention_heads is 5, which does not divide hidden_size, 32"),
         ("eagle3", dict(num_attention_heads=0), "num_attention_heads: Input should be greater than or equal to 1 (got 0)"),
         ("eagle3", dict(num_key_value_heads=3), "num_key_value_heads is 3, which does not divide num_attention_heads, 4"),
-        ("eagle3", dict(head_dim=7), "head_dim is 7, and rotary positions need an even one"),
+        ("eagle3", dict(head_dim=7), "head_dim is 7, but rotary positions need an even number"),
         ("eagle3", dict(hidden_size="32"), "hidden_size: Input should be a number (got '32')"),
         ("eagle3", dict(hidden_size=None), "is not a config of an EAGLE-3 head: it has no hidden_size"),
         ("eagle3", dict(rms_norm_eps="a"), "rms_norm_eps: Input should be a number (got 'a')"),
@@ -91,14 +91,14 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
         ("dflash", SLIDING | dict(sliding_window="a"), "sliding_window: Input should be a number (got 'a')"),
         ("dflash", dict(layer_types="full"), "layer_types: Input should be a valid list (got 'full')"),
         ("dflash", dict(num_attention_heads=5), "num_attention_heads is 5, which does not divide hidden_size, 32"),
-        ("dflash", dict(head_dim=7), "head_dim is 7, and rotary positions need an even one"),
+        ("dflash", dict(head_dim=7), "head_dim is 7, but rotary positions need an even number"),
         ("dflash", dict(hidden_act="foo"), "hidden_act: Unknown activation. Choose from: gelu"),
         ("medusa", dict(heads=2.5), "heads: Input should be a valid integer"),
         ("medusa", dict(heads=0), "heads: Input should be greater than or equal to 1 (got 0)"),
         ("medusa", dict(heads=None), "is not a config of Medusa heads: it has no heads"),
         ("medusa", dict(projection="half"), "projection: Input should be 'tied', 'low_rank' or 'full' (got 'half')"),
         ("medusa", dict(rank=3), "projection low_rank needs a rank"),
-        ("medusa", dict(tree=[[0.5]]), "tree: the tree must be a list of paths of ranks, [[0], [0, 1]] (got [[0.5]])"),
+        ("medusa", dict(tree=[[0.5]]), "tree: the tree must be a list of paths of ranks, such as [[0], [0, 1]] (got [[0.5]])"),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_is_named(
@@ -115,7 +115,7 @@ def test_a_field_that_cannot_be_is_named(
 def test_a_config_that_is_no_object_is_said_to_be(kind: str, text: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(kind)
     (folder / "config.json").write_text(text)
-    refused(kind, folder, f"it holds {text} instead of an object")
+    refused(kind, folder, f"{text} is not an object")
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"fc.weight": 1}])
@@ -138,12 +138,12 @@ def test_an_index_of_weights_that_is_none_is_said_to_be(text: str, folder_of: Ca
         (dict(d2t=lambda t: t + 500), UnsupportedError, "d2t and t2d name different tokens of the target"),
         (dict(d2t=lambda t: t + 500, t2d=None), UnsupportedError, "names tokens outside of 0 … 127, or one twice"),
         (dict(d2t=lambda t: t[:0], t2d=None), UnsupportedError, "d2t is [0], not a list of one entry or more"),
-        (dict(d2t=None, t2d=lambda t: ~t | t), SettingsError, "d2t and t2d name 128 tokens, and draft_vocab_size"),
+        (dict(d2t=None, t2d=lambda t: ~t | t), SettingsError, "d2t and t2d name 128 tokens, but draft_vocab_size"),
         (dict(d2t=None, t2d=lambda t: t & ~t), UnsupportedError, "t2d names no token of the target"),
         (
             dict(d2t=lambda t: t[:5], t2d=None),
             SettingsError,
-            "name 5 tokens, and draft_vocab_size of config.json is 96",
+            "name 5 tokens, but draft_vocab_size in config.json is 96",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_tables_of_a_smaller_vocabulary_that_do_not_fit_are_named(
 def test_layers_for_a_head_that_reads_none_are_refused(tmp_path: Path) -> None:
     torch.save(test_eagle1.weights(bias=False), tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps(test_eagle1.CONFIG))
-    with pytest.raises(SettingsError, match=r"layers=\(0, 1\), and the head in .* leave layers= out") as raised:
+    with pytest.raises(SettingsError, match=r"layers=\(0, 1\), but the head in .* leave layers= out") as raised:
         decode(test_eagle1.target(), prompts(1), Eagle3(head=str(tmp_path), layers=(0, 1)), max_new_tokens=2)
     assert str(tmp_path) in str(raised.value)
 
@@ -172,6 +172,6 @@ def test_a_head_of_another_width_is_said_to_be_before_its_layers() -> None:
     model = decoders.enable(tiny_model("llama"))
     for layers in (None, (0, 1, -1)):
         with pytest.raises(
-            SettingsError, match="models/target/eagle3 reads layers of hidden size 256, this model has 32"
+            SettingsError, match="models/target/eagle3 reads layers of hidden size 256, this model's is 32"
         ):
             decode(model, prompts(1), Eagle3(head="demo", layers=layers), max_new_tokens=2)

@@ -254,11 +254,11 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         call(written("authors", block_size=None))
     with pytest.raises(SettingsError, match="reads layers 0, 2 of a target that has 2"):
         call(written("authors"), decoders.enable(tiny_model("llama")))
-    with pytest.raises(SettingsError, match="length is 6, and the draft model in .* was trained to draft 5"):
+    with pytest.raises(SettingsError, match="length is 6, but the draft model in .* was trained to draft 5"):
         call(written("authors"), length=BLOCK)
     with pytest.raises(SettingsError, match=f"embeds token {VOCAB} as its mask"):
         call(written("transformers", mask_token_id=VOCAB))
-    with pytest.raises(UnsupportedError, match="does not span"):
+    with pytest.raises(UnsupportedError, match="but a sliding window of only"):
         call(written("sliding", sliding_window=4))
     with pytest.raises(UnsupportedError, match="types are linear_attention"):
         call(written("sliding", layer_types=Ints(["linear_attention"] * 2)))

@@ -149,7 +149,7 @@ def test_config_tells_the_generation(folder, tmp_path) -> None:
     assert not isinstance(read_config(tmp_path), EagleConfig)
     window = {"layer_types": ["sliding_attention"], "sliding_window": 8}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | window))
-    with pytest.raises(UnsupportedError, match="EAGLE or EAGLE-2 with a sliding window"):
+    with pytest.raises(UnsupportedError, match="EAGLE and EAGLE-2 heads with a sliding window"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | window | {"architectures": ["LlamaForCausalLMEagle4"]}))
     assert not isinstance(newest := read_config(tmp_path), EagleConfig) and newest.windows == (8,)

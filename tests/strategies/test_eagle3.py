@@ -366,7 +366,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path) -> None:
         UnsupportedError, match="num_hidden_layers is 1, and layer_types are sliding_attention, full_att"
     ):
         call(Eagle3(head=written("authors", layer_types=("sliding_attention", "full_attention"))))
-    with pytest.raises(SettingsError, match="has layers with a sliding window, and no sliding_window"):
+    with pytest.raises(SettingsError, match="has layers with a sliding window, but no field sliding_window"):
         call(Eagle3(head=written("authors", layer_types=("sliding_attention",))))
     with pytest.raises(SettingsError, match="drafts all tokens in one pass, which needs a mask_token_id"):
         call(Eagle3(head=written("speculators", speculators_model_type="peagle")))

@@ -245,7 +245,7 @@ def test_merged_budget_may_cut_candidates_but_not_the_window():
     assert torch.equal(merged(10, lookahead, PromptLookup()), expected)
     assert torch.equal(merged(16, PromptLookup(length=8), lookahead), expected)
     for nodes, parts in ((7, (lookahead, PromptLookup())), (9, (PromptLookup(length=8), lookahead))):
-        with pytest.raises(SettingsError, match=f"lookahead needs 14 nodes.* a budget of {nodes} nodes leaves it"):
+        with pytest.raises(SettingsError, match=f"lookahead needs 14 nodes.* {nodes} nodes leaves this strategy"):
             merged(nodes, *parts)
 
 

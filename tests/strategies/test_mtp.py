@@ -174,7 +174,7 @@ def test_what_cannot_be_had_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     plain.config.num_mtp_layers = 1
     with pytest.raises(UnsupportedError, match="cannot be loaded from"):
         call(plain, "mtp")
-    with pytest.raises(SettingsError, match="length is 4, and the model predicts 3 tokens ahead: set length to 3"):
+    with pytest.raises(SettingsError, match="length is 4, but the model predicts 3 tokens ahead: set length to 3"):
         call(with_layers("llama"), Mtp(length=4))
     use_mtp_layers(plain, None)
     monkeypatch.delattr(sys.modules["transformers.modeling_layers"], "MtpModel")
@@ -241,7 +241,7 @@ def test_what_are_no_layers_for_the_model_is_refused_at_once() -> None:
     for layers, message in [
         (torch.nn.Linear(2, 2), "an MtpModel of transformers or None, not Linear"),
         ("folder", "an MtpModel of transformers or None, not str"),
-        (modeling.MtpModel(wide, 1), "for hidden size 64, this LlamaForCausalLM has 32"),
+        (modeling.MtpModel(wide, 1), "for hidden size 64, this LlamaForCausalLM has hidden size 32"),
         (modeling.MtpModel(model, 0), "holds no layer"),
     ]:
         with pytest.raises(SettingsError, match=message):

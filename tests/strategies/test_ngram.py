@@ -198,7 +198,7 @@ def broken_tables(folder: Path) -> dict[str, tuple[Path, str]]:
         "version": (made["version"], "version '9', this package reads '1'"),
         "half": (made["half"], "is not an n-gram table"),
         "range": (made["range"], "is damaged"),
-        "vocab": (made["vocab"], "vocabulary of 4000, the model's has 128"),
+        "vocab": (made["vocab"], "vocabulary of 4000 tokens, the model's has 128"),
     }
 
 

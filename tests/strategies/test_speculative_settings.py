@@ -49,7 +49,7 @@ def test_settings_of_a_tree_without_a_tree_get_a_warning(
 
 def test_a_template_cannot_take_more_continuations_than_there_are_tokens(target: PreTrainedModel, near):
     strategy = Speculative(tree="static", template=tuple((rank,) for rank in range(129)))
-    with pytest.raises(SettingsError, match="needs the 129 best continuations of a node, and the vocabulary has 128"):
+    with pytest.raises(SettingsError, match="needs the 129 best continuations of a node, but the vocabulary has 128"):
         decode(target, prompts(1), strategy, assistant_model=near, max_new_tokens=4, decoders_config={"compile": False})
 
 

@@ -167,7 +167,7 @@ def test_equal_passes_bring_more_tokens_than_without_the_stage(looping):
 def test_a_stage_without_a_model_of_its_own_is_refused(target, near, stage):
     config = {"stage": "prompt_lookup"} if stage == "staged" else {}
     strategy = Staged(stage=stage, stage_config=config)
-    with pytest.raises(UnsupportedError, match=f"'{stage}' as a stage needs its own model: set its draft_model"):
+    with pytest.raises(UnsupportedError, match=f"'{stage}' as a stage needs its own model: set draft_model of {stage}"):
         decode(target, prompts(), strategy, assistant_model=near, max_new_tokens=4, decoders_config=EAGER)
 
 

@@ -282,7 +282,7 @@ class Proposer:
                 # Equal calls must have equal node budgets, so ratios observed in earlier calls are used only if costs are measured.
                 ratios = partial(calibration.ratios, batch.width) if measure else None
                 like = self.costs or self._former
-                self.costs = StepCosts(known, batch.width, context, batch.blocks.size, ratios, like=like)
+                self.costs = StepCosts(known, batch.width, context, batch.blocks.size, ratios, former=like)
                 self._measured = measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 
