@@ -177,7 +177,7 @@ class CallAssistants:
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
             raise UnsupportedError(
                 f"the draft model is split between {known.target.ranks.size} processes and the target is not: load the draft model "
-                "without tp_plan, or both with it"
+                "without tp_plan, or both models with it"
             )
         return known
 
@@ -228,8 +228,8 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedError unless every id means the same token in both models.
 
-    Compares the tokenizers if both are known, else the sizes of the output heads. The sizes may differ by padding: by less than
-    :data:`~decoders.hf.tokenizers.PADDING`, or by the entries that a head has in addition to the tokens of the target's tokenizer.
+    Compares the tokenizers if both are known, else the sizes of the output heads. Head sizes may differ by padding: by less than
+    :data:`~decoders.hf.tokenizers.PADDING`, or by more if both heads contain all tokens of the target's tokenizer.
     """
     if draft is target:
         return

@@ -153,7 +153,7 @@ class Options:
         )
 
     def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
-        """Splits off the arguments called `names`. Returns those that are not None, and the options without these arguments."""
+        """Splits off the arguments called `names`. Returns the split-off arguments that are not None, and the other options."""
         taken = {name: value for name, value in self.arguments.items() if name in names}
         others = {name: value for name, value in self.arguments.items() if name not in names}
         given = {name: value for name, value in taken.items() if value is not None}
