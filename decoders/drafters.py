@@ -51,7 +51,7 @@ class Advance:
     Attributes:
         path: ``[B, N]`` int64, the accepted node at each depth; valid at depths below `emitted`.
         emitted: ``[B]`` int64, number of tokens appended to each row.
-        expansion: continuations of all ``N`` nodes of the block.
+        expansion: continuations of all ``N`` nodes that the pass verified.
     """
 
     path: Tensor
@@ -106,7 +106,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """Runs one pass over the last ``Q`` nodes of `tree`, with the tokens `nodes` ``[B, Q]``, and returns their best continuations.
+        """Runs one pass over the last ``Q`` nodes of `tree`, whose tokens are `nodes` ``[B, Q]``, and returns their best continuations.
 
         Node 0 of the tree is the row's last token.
         """

@@ -56,8 +56,8 @@ def enable(
     A second call replaces the tokenizer if it passes a tokenizer, and all defaults if it passes any. :func:`disable` undoes both calls.
 
     Args:
-        model: a causal language model of transformers, or a ``PeftModel`` around one. The models that its ``merge_and_unload()`` and
-            ``unload()`` return are also enabled.
+        model: a causal language model of transformers, or a ``PeftModel`` around such a model. The models that its
+            ``merge_and_unload()`` and ``unload()`` return are also enabled.
         tokenizer: for strategies, grammars and ``stop_strings``. A call may pass another tokenizer.
         strategy: decodes calls without ``strategy=``, instead of transformers' own ``generate``.
         strategy_config: settings of `strategy`.
@@ -288,7 +288,7 @@ def warmup(
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
     Returns:
-        the duration of the preparation in seconds, and its compilations.
+        the seconds that the preparation took, and the number of graphs that it compiled.
 
     Raises:
         UnsupportedError: the model cannot be decoded, or a strategy needs an `assistant_model` and there is none.

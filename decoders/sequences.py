@@ -36,7 +36,7 @@ class Sequences:
 
     @property
     def last(self) -> Tensor:
-        """``[B, 1]`` int64, the last committed token of each row. It is node 0 of the next block."""
+        """``[B, 1]`` int64, the last committed token of each row. It is node 0 (the root) of the next step."""
         return self.tokens.gather(1, self.length[:, None] - 1)
 
     @property

@@ -366,7 +366,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
 
 
 def settings_file() -> tuple[Path | None, dict[str, Any]]:
-    """Path and content of the configuration file: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml. ``None, {}`` without one."""
+    """Path and content of the configuration file: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml. ``None, {}`` without a file."""
     named = os.environ.get("DECODERS_CONFIG")
     for path in [Path(named)] if named else [Path("decoders.toml"), Path("pyproject.toml")]:
         try:

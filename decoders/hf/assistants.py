@@ -259,7 +259,7 @@ _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[
 
 
 def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Describes the difference between two tokenizers; None without one. Cached, because listing a large vocabulary takes a second."""
+    """Describes how two tokenizers differ; None if they agree. Cached, because listing a large vocabulary takes a second."""
     sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
     if known is None or known[0]() is not tokenizer or known[1] != sizes:
         difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())

@@ -76,7 +76,7 @@ class Preparation:
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
         stop_tokens = tuple(dict.fromkeys(token for tokens in ends for token in tokens.flatten().tolist()))
-        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers tests the same
+        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers tests this, too
         on_host = StoppingCriteriaList(c for c in criteria if type(c) not in _INSIDE)
         host_criteria = None
         if on_host:

@@ -92,7 +92,7 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
     if tokens.shared < LEAST_SHARED:
         raise UnsupportedError(
             f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft with "
-            f"({LEAST_SHARED:.0%} at least): use strategy 'speculative' with a chain and alignment='strings', which drafts text"
+            f"({LEAST_SHARED:.0%} at least): use strategy 'speculative' with tree='none' and alignment='strings', which drafts text"
         )
     twin = copy.deepcopy(draft, {id(parameter): parameter for parameter in draft.parameters()})
     vars(twin).pop("generate", None)

@@ -121,7 +121,7 @@ class Generate:
 
     @contextmanager
     def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """A context in which no other call changes the model. Does nothing for a model that no call can change.
+        """A context in which no other call changes the model. Does nothing for a model that calls cannot change.
 
         Raises:
             UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with the model.

@@ -72,7 +72,7 @@ def mean_length(histogram: Sequence[int]) -> float:
 
 @dataclass
 class Stage:
-    """The work of a draft model in a call, and of the strategy that drafts for it, if there is one.
+    """The work of a draft model in a call, and of the strategy that drafts for the draft model, if any.
 
     Attributes:
         model: name or path.

@@ -155,8 +155,8 @@ class Generation:
     def report(self) -> Report | None:
         """The report on this request; None until it is done. Times include steps that the request shared with other requests.
 
-        If the grammar accepts more than its specification, the first thread that reads the report or the result validates the text.
-        The decoding thread does not do it, because validation may take long.
+        If the grammar accepts more than its specification, the first thread that reads the report or the result validates the text. The
+        decoding thread never validates texts, because validation may take long.
         """
         self._judge()
         return self._report

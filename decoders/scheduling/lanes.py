@@ -133,7 +133,7 @@ class Lanes:
 
 
 def copied(error: BaseException) -> BaseException:
-    """A copy of `error`, or a DecodersError with `error` as its cause if it cannot be copied.
+    """A copy of `error`, or a DecodersError with `error` as its cause if `error` cannot be copied.
 
     If one error ends several requests, each request raises a copy with its own ``partial`` (its output so far).
     """

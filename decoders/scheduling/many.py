@@ -20,8 +20,8 @@ from .arguments import check_count
 from .generation import Generation
 from .scheduler import Scheduler
 
-#: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for it alone. An exception is the error
-#: of a prompt that could not be read.
+#: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for this prompt. An exception is the error of
+#: a prompt that could not be read.
 Prompt = str | list[int] | Tensor | Mapping[str, Any] | Exception
 
 

@@ -128,7 +128,7 @@ class Scheduler:
             SettingsError, InputError: a wrong value. Errors of ``generate`` for the arguments are raised as they are.
         """
         refuse_misspelt(arguments, self.submit)
-        check_number("priority", priority, "a number (higher ones go first, 0 is the default)")
+        check_number("priority", priority, "a number (higher numbers go first, 0 is the default)")
         if deadline is not None:
             check_number("deadline", deadline, "a number of seconds from now, or None for no deadline")
         check_salt(cache_salt)

@@ -140,7 +140,7 @@ MERGED = "prompt_lookup+autoregressive"
         (SettingsError, "strategy", dict(strategy=GenerationConfig)),
         (SettingsError, "already holds", dict(strategy=PromptLookup(), strategy_config={"length": 3})),
         (UnsupportedError, "needs assistant_model=", dict(strategy=Needy)),
-        (SettingsError, "path of one as a string, not 3", dict(strategy="speculative", assistant_model=3)),
+        (SettingsError, "its path as a string, not 3", dict(strategy="speculative", assistant_model=3)),
         (UnknownNameError, "Did you mean 'rejection'", dict(verifier="rejektion")),
         (SettingsError, "must be a name, a Verifier class or a Verifier, not int", dict(verifier=3)),
         (ValueError, "max_new_tokenz", dict(max_new_tokenz=3)),
