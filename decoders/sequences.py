@@ -96,8 +96,8 @@ class Step:
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
-        own_nodes: number of nodes at the block's start, root included, that come from the strategy's draft, in the draft's order.
-            None: the block begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft. In
+        own_nodes: number of nodes at the start of `nodes`, root included, that come from the strategy's draft, in the draft's order.
+            None: `nodes` begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft. In
             ``"a+b"``, the limit on the joint tree's size may cut off the last nodes of every draft.
         layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers in :attr:`Strategy.hidden_layers`, in this order; None if T is
             0.

@@ -56,7 +56,7 @@ class Assistants:
             engine.forget()
 
     def engine(self, model: PreTrainedModel, attention: Attention, precision: Precision) -> Engine:
-        """The engine of a draft model, created once, and again after the model or these settings have changed.
+        """The engine of a draft model, created once, and again after the model, `attention` or `precision` has changed.
 
         Raises:
             UnsupportedError: the loop does not support the draft model's architecture.

@@ -69,7 +69,7 @@ class PaddedPrompts:
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
 
     def have(self, sequences: Iterable[tuple[Sequence[int], float]]) -> bool:
-        """Whether all tokens of the `sequences` are in the model's vocabulary; transformers raises if not."""
+        """Whether all tokens of the `sequences` are in the model's vocabulary; otherwise transformers raises an error."""
         return all(0 <= token < self.vocab for tokens, _ in sequences for token in tokens)
 
     def equal(self, ids: Tensor) -> bool:

@@ -231,7 +231,7 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The existing engine if it fits the model's current state and these settings, else None. Does not wait for the lock.
+        """The existing engine if it fits the model's current state and `runtime`, else None. Does not wait for the lock.
 
         A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """

@@ -78,7 +78,7 @@ def with_hints(
     hints: Mapping[str, Any],
     where: Callable[[str], str] = lambda hint: "",
 ) -> Mapping[str, Any] | None:
-    """Returns `config`, a ``strategy_config``, plus the drafting arguments `hints` as settings of the strategy `chosen`.
+    """Returns the ``strategy_config`` `config`, plus the drafting arguments `hints` as settings of the strategy `chosen`.
 
     Args:
         hints: drafting arguments of transformers, by name; :attr:`Strategy.hints` maps them to settings.
