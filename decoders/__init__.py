@@ -1,4 +1,4 @@
-"""Faster, pluggable decoding for Hugging Face causal language models. The output stays the same, token for token.
+"""Faster, pluggable decoding for Hugging Face causal language models. The model writes the same tokens as in plain decoding.
 
 import decoders
 model = decoders.enable(model, tokenizer=tokenizer)

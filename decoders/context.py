@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedError("this Context was made by hand: only that of a call has draft models and strategies by name")
+    raise UnsupportedError(
+        "this Context was created outside a call: only the Context that `start` gets has draft models, heads and strategies by name"
+    )
 
 
 def _same_vocabulary(model: PreTrainedModel | str) -> None:
@@ -32,11 +34,11 @@ def _same_vocabulary(model: PreTrainedModel | str) -> None:
 
 
 def no_costs(measure: bool = False) -> None:
-    """:attr:`Context.costs` outside a call, and for strategies that draft for a draft model. Returns None for "not measured"."""
+    """The value of :attr:`Context.costs` outside a call, and for strategies that draft for a draft model. Returns None."""
 
 
 def no_memory(key: str, factory: Callable[[], Any], of: Configured | None = None) -> Any:
-    """:attr:`Context.memory` when nothing is kept between calls. Returns a new object from `factory`.
+    """The value of :attr:`Context.memory` if nothing is kept between calls. Returns a new object from `factory`.
 
     Used outside a call, for strategies that draft for a draft model, and with the setting ``memory=False``.
     """
@@ -69,13 +71,13 @@ class Context:
             False, sampled drafts must have :attr:`Draft.scores`.
         level: 0 if the strategy drafts for the target, 1 if it drafts for the target's draft model, and so on.
         plan: the operations on the target's logits before a token is chosen (:func:`decoders.sampling.process`). Strategies that
-            compute scores apply the same operations. None: greedy, without operations.
+            compute scores apply the same operations. None: greedy decoding without operations.
         sampling: the tensors that `plan` reads: the rows' temperatures and other parameters, and noise keys.
         guide: looks up the tokens that the rows' grammars force (:class:`~decoders.drafters.Forced`); None without ``grammar=``.
             Strategies may draft tokens that the grammar forbids, because the loop removes them.
         decoder_layers: number of the target's decoder layers, for :attr:`Strategy.hidden_layers`.
-        costs: how many seconds a step takes on this machine, by its number of nodes. ``costs()`` returns a
-            :class:`decoders.costs.StepCosts`, which the loop updates during the call, or None if nothing was measured.
+        costs: the seconds that a step takes on this machine, depending on the number of nodes that the step verifies. ``costs()``
+            returns a :class:`decoders.costs.StepCosts`, which the loop updates during the call, or None if nothing was measured.
             ``costs(measure=True)`` first measures steps of several sizes.
         memory: keeps objects between calls on the model. ``memory(key, factory)`` returns the object that `factory` created in the
             first call with this `key`, this strategy class and these settings. The object must not change which tokens are written.
@@ -89,13 +91,13 @@ class Context:
             soft cap or factor that the model applies afterwards is included.
         module: prepares a drafting network that is not a language model. ``module(module, ahead=K, example=(…))`` returns
             :class:`~decoders.drafters.ModulePasses`; see :class:`~decoders.drafters.OpensModule`.
-        new_tokens: greatest number of tokens that a row may write; None if requests join and leave. Otherwise all rows begin
-            together, and the call ends with its slowest row.
+        new_tokens: greatest number of tokens that a row may write. None in a scheduler, whose requests join and leave the batch; in a
+            call of ``generate``, all rows begin together, and the call ends with its slowest row.
         clock: returns the time in seconds, for strategies that decide by time (:attr:`Strategy.timed`). All processes that share the
             target get the time of the first process, so every process must call the clock equally often.
         first_layers: ``first_layers(count)`` returns a draft model for :attr:`draft`: the target's first `count` layers with its last
-            norm and head. It shares the target's weights and KV cache, so it need not read the prompts. If a strategy opens several
-            of these draft models, one must finish its draft before another begins.
+            norm and head. It shares the target's weights and KV cache, so it need not read the prompts. If a strategy opens several of
+            these draft models, each must finish its draft before the next begins.
     """
 
     model: PreTrainedModel
@@ -130,8 +132,8 @@ class Context:
         """Returns the context for `strategy`, a part of a composed strategy. Each part has objects of its own in :attr:`memory`.
 
         Args:
-            seldom: whether the part may draft late or never (in ``auto``). If so, its draft models read the prompts at their first
-                draft.
+            seldom: whether the part may draft late or never, as in ``auto``. If True, its draft models read the prompts when they first
+                draft, not at the start of the call.
         """
         draft = partial(self.draft, seldom=True) if seldom else self.draft
         return replace(self, memory=partial(self.memory, of=strategy), draft=draft)

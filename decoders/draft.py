@@ -22,15 +22,15 @@ class Draft:
         tokens: ``[B, N-1]`` int64, the draft tokens of nodes 1 … N-1 (node 0 is the last committed token). ``-1`` means "no draft
             token": the node and its descendants are never accepted.
         topology: the tree of the nodes: one for all rows (:class:`Topology`), or one per row (:class:`TreeTensors`).
-        scores: ``[B, N-1, V]`` float32. A draft token was sampled from the ``softmax`` of its scores. Siblings were sampled without
-            replacement, in node order. None if no token was sampled. The coupled verifier needs no scores.
+        scores: ``[B, N-1, V]`` float32. Each draft token was sampled from the ``softmax`` of its scores. Siblings were sampled without
+            replacement, in node order. None if no token was sampled. The default verifier, "coupled", needs no scores.
         depth: for one tree per row, the greatest number of draft tokens on a path, or None if it is unknown; see :attr:`levels`.
         grades: ``[B, N-1]`` int64, the strategy's confidence in each draft token, 0 or more (at -1 tokens, any value). The strategy
-            defines the scale, which should have few values. Tokens of the same grade should be right about equally often. ``auto``
-            counts how often they are.
+            defines the scale, which should have few values. Tokens of the same grade should be correct about equally often, as ``auto``
+            measures one acceptance rate per grade.
         drafters: for reports, the name of the strategy that proposed each draft token of every row; None if one strategy drafted.
-        on_host: whether the tensors are on the CPU (:meth:`listed`). The loop then checks and pads the draft on the CPU, and moves it
-            to the device in one copy, with `scores` if the verifier uses them.
+        on_host: whether the tensors are on the CPU, as :meth:`listed` creates them. The loop then checks and pads the draft on the CPU,
+            and moves it to the device in one copy, with `scores` if the verifier uses them.
     """
 
     tokens: Tensor
@@ -43,14 +43,14 @@ class Draft:
 
     @property
     def levels(self) -> int:
-        """Upper bound of the tree's depth. On the device, the loop evaluates grammars for this number of levels."""
+        """Upper bound of the tree's depth. On a GPU, the loop computes the masks of grammars for this number of tree levels."""
         if isinstance(self.topology, Topology):
             return self.topology.max_depth
         return len(self.topology) - 1 if self.depth is None else self.depth
 
     @property
     def in_place(self) -> bool:
-        """The topology's :attr:`~decoders.tree.topology.Topology.in_place`. False for one tree per row, for which it is unknown."""
+        """The topology's :attr:`~decoders.tree.topology.Topology.in_place`; False (unknown) if each row has its own tree."""
         return isinstance(self.topology, Topology) and self.topology.in_place
 
     @property
@@ -60,8 +60,8 @@ class Draft:
 
     @property
     def has_draft_tokens_only(self) -> bool:
-        """Whether every node may be accepted. If not, some nodes run only for their outputs, such as lookahead's window, and the loop
-        must not drop nodes.
+        """Whether every node may be accepted. If not, some nodes run only for their outputs, such as the window of ``lookahead``, and
+        the loop must not drop nodes.
         """
         tree = self.topology
         return isinstance(tree, TreeTensors) or not (tree.extra_visible or NO_PARENT in tree.parents[1:])
@@ -132,7 +132,8 @@ class Draft:
 
         Args:
             tokens: the draft tokens of every row, the same number in all rows.
-            parents: for every row, the parents of its nodes, root included, as in :meth:`TreeTensors.from_parents`. None: chains.
+            parents: for every row, the parents of its nodes, root included, as in :meth:`TreeTensors.from_parents`. None: every row is
+                a chain.
             depth, grades: see :class:`Draft`.
 
         Raises:

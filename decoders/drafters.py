@@ -1,6 +1,5 @@
-"""The interfaces with which strategies draft: a draft model, a drafting network, and the text that a grammar forces.
-
-They are attributes of the call's context: ``Context.draft``, ``Context.module`` and ``Context.guide``.
+"""The interfaces with which strategies draft: ``Context.draft`` opens a draft model, ``Context.module`` prepares a drafting network,
+and ``Context.guide`` looks up the text that a grammar forces.
 
 Letters: ``B`` rows, ``Q`` nodes to continue, ``C`` continuations per node, ``N`` nodes of a block, ``V`` vocabulary.
 """
@@ -52,7 +51,7 @@ class Advance:
     Attributes:
         path: ``[B, N]`` int64, the accepted node at each depth; valid at depths below `emitted`.
         emitted: ``[B]`` int64, number of tokens appended to each row.
-        expansion: continuations of all ``N`` nodes of the block.
+        expansion: continuations of all ``N`` nodes that the pass verified.
     """
 
     path: Tensor
@@ -91,15 +90,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, sequences: Sequences) -> None:
-        """Begins a round: copies the committed tokens, and drops the last round's rejected tokens."""
+        """Begins the next draft: copies the committed tokens, and drops the rejected tokens of the last draft."""
 
     @abstractmethod
     def extend(self) -> Expansion:
-        """Runs one pass and appends the draft model's next token to every row. Returns it with its log-probability; ``C`` is 1."""
+        """Runs one forward pass, appends the draft model's next token to every row, and returns the appended tokens; ``C`` is 1."""
 
     @abstractmethod
     def advance(self) -> Advance:
-        """Runs one pass that verifies the stage's draft tokens, and appends one token or more to every row."""
+        """Runs one forward pass that verifies the stage's draft (see the class), and appends at least one token to every row."""
 
     @abstractmethod
     def root(self) -> Expansion:
@@ -107,7 +106,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def expand(self, nodes: Tensor, tree: TreeTensors) -> Expansion:
-        """Runs one pass over the last ``Q`` nodes of `tree`, with the tokens `nodes` ``[B, Q]``, and returns their best continuations.
+        """Runs one pass over the last ``Q`` nodes of `tree`, whose tokens are `nodes` ``[B, Q]``, and returns their best continuations.
 
         Node 0 of the tree is the row's last token.
         """
@@ -118,14 +117,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe(self, step: Step, own_nodes: int, displaced: int = 0) -> None:
-        """Computes from a step how many of a row's last tokens the draft model must read again in the next round.
+        """Computes from a step how many of a row's last tokens the draft model must read again before it drafts.
 
         Args:
             step: the verified draft.
-            own_nodes: number of nodes that this drafter proposed, root included. If ``step.own_nodes`` is not None, it is used
-                instead. In merged strategies the block also has nodes of other drafters, and the step may have accepted those nodes.
-            displaced: greatest number of accepted nodes whose slot is not at their position: 0 for a chain, the
-                depth for a tree.
+            own_nodes: number of nodes that this drafter proposed, root included. If ``step.own_nodes`` is not None, it replaces this
+                argument. In merged strategies the step also verifies nodes of other drafters, and may accept them.
+            displaced: greatest number of accepted tokens that the draft model must read again, because their nodes are not in the slots
+                of their positions: 0 for a chain, the depth for a tree.
         """
 
 
@@ -149,8 +148,9 @@ class OtherVocabulary:
 class ModulePasses(ABC):
     """Runs the forward passes of a drafting network (a module that is not a language model) during a call, with its own slot cache.
 
-    The committed token at position ``p`` of a row is in slot ``p``. Node ``i`` of a block is in slot ``base + i``. Slots that a pass
-    writes after a row's end are overwritten before they are read. All results stay on the device.
+    The committed token at position ``p`` of a row is in slot ``p`` of the cache. Node ``i`` of the draft tree is in slot ``base + i``,
+    where ``base`` is the first argument of each pass. Slots that a pass writes after a row's end are overwritten before they are read.
+    All results stay on the device.
 
     Attributes:
         passes: number of forward passes so far.
@@ -163,18 +163,19 @@ class ModulePasses(ABC):
         """Runs the module on ``Q`` nodes of every row and returns its output.
 
         Args:
-            base: ``[B]`` int64, slot and position of the block's node 0. All slots before it are visible.
+            base: ``[B]`` int64, slot and position of node 0. All earlier slots are visible.
             inputs: ``[B, Q, …]`` each, the module's inputs.
-            tree: the block's tree. This pass runs its last ``Q`` nodes; earlier passes ran the other nodes. None: a chain. `visible`
-                of the tree may be any mask, even a bidirectional one. Its `ancestors` and `parents` are not read.
-            options: further keyword arguments of the module. Each combination is compiled separately, so there should be few.
+            tree: the draft tree. This pass runs the tree's last ``Q`` nodes; earlier passes ran the other nodes. None: a chain. The
+                tree's `visible` may be any mask, also a bidirectional mask. The tree's `ancestors` and `parents` are not read.
+            options: further keyword arguments of the module. Each combination of values is compiled separately, so use few
+                combinations.
         """
 
 
 def cache_keyword(module: nn.Module) -> str:
     """The keyword with which `module` takes the KV cache: ``cache`` or ``past_key_values``.
 
-    It comes from the signature of ``module.forward``, or else is the keyword of the installed transformers (5.24 renamed it). Call
+    The signature of ``module.forward`` tells which, or else the version of the installed transformers (5.24 renamed the keyword). Call
     this function once per module, not in each pass.
     """
     from .common import transformers_compat
@@ -208,7 +209,7 @@ class DraftVocabulary:
         ids: Tensor | None = None
         for name, table in (("d2t", d2t), ("t2d", t2d)):
             if table is not None and (table.dim() != 1 or not len(table)):
-                raise UnsupportedError(f"{name} is {list(table.shape)}, not a list of one entry or more")
+                raise UnsupportedError(f"{name} must be a 1-D tensor with at least one entry, not {list(table.shape)}")
         if d2t is not None:
             ids = torch.arange(len(d2t), device=d2t.device) + d2t.long()
         if t2d is not None:
@@ -221,7 +222,7 @@ class DraftVocabulary:
         if ids is not None and (
             int(ids.min()) < 0 or int(ids.max()) >= size or len(in_64_bits(ids).unique()) < len(ids)
         ):
-            raise UnsupportedError(f"a draft vocabulary names tokens outside of 0 … {size - 1}, or one twice")
+            raise UnsupportedError(f"a draft vocabulary names tokens outside of 0 … {size - 1}, or a token twice")
         return DraftVocabulary(size, ids)
 
     def __len__(self) -> int:
@@ -231,14 +232,13 @@ class DraftVocabulary:
         self, logits: Tensor, count: int, plan: SamplingPlan | None, sampling: SamplingInputs | None, positions: Tensor,
         keep_scores: bool = False,
     ) -> Expansion:  # fmt: skip
-        """The `count` best continuations of every node, as the target's ids. When sampling, the target's noise for these ids is
-        added.
+        """The `count` best continuations of every node, as the target's ids. In sampling, their scores include the target's noise.
 
         Args:
             logits: ``[B, Q, D]``, the drafter's logits.
             plan, sampling: from the :class:`~decoders.strategy.Context`.
             positions: ``[B, Q]`` int64, number of tokens that the row has generated before each node's continuation.
-            keep_scores: whether the expansion has scores. They are ``-inf`` for tokens that the drafter lacks.
+            keep_scores: whether the expansion has scores. Scores are ``-inf`` for tokens that the drafter lacks.
         """
         plan = plan or SamplingPlan()
         scores = logits.float()
@@ -267,12 +267,12 @@ class OpensDraft(Protocol):
 
         Args:
             model: a model object or a path.
-            ahead: greatest number of nodes that a round writes to the cache after the committed tokens.
+            ahead: greatest number of nodes that a draft writes to the cache after the committed tokens.
             children: number of continuations per node in :attr:`Expansion.tokens`.
-            stage: a strategy that drafts for the draft model. Rounds then consist of calls of :meth:`Drafter.advance`.
-            seldom: whether the strategy may draft late or never. If so, the draft model reads the prompts at its first draft. If rows
-                join and leave, it reads a row's prompt when the row joins. With a stage, it always reads the prompts at the call's
-                start.
+            stage: a strategy that drafts for the draft model; the draft model then drafts with calls of :meth:`Drafter.advance`.
+            seldom: whether the strategy may draft late or never. If True, the draft model reads the prompts when it first drafts, and
+                not at the start of the call. In a scheduler, the draft model reads a row's prompt when the row joins. With a stage, it
+                always reads the prompts at the start.
 
         Raises:
             UnsupportedError: the model cannot draft for this target, or the stage needs hidden states or prompts. Only the target
@@ -286,8 +286,8 @@ class OpensModule(Protocol):
     def __call__(
         self, module: nn.Module, *, ahead: int, example: tuple[Tensor, ...], on_device: bool = True
     ) -> ModulePasses:
-        """Returns an object that runs the module like a draft model, with slot cache, tree masks and kernels. Compiled if the call
-        is.
+        """Returns an object that runs the module with a slot cache, tree masks and kernels, as the loop runs draft models; compiled if
+        the call is compiled.
 
         Args:
             module: called with its inputs and ``attention_mask``, ``position_ids`` and ``cache`` (or ``past_key_values``, if its
@@ -295,7 +295,7 @@ class OpensModule(Protocol):
                 such as ``LlamaDecoderLayer``; :func:`cache_keyword` returns their keyword for the cache.
             ahead: greatest number of nodes that a step writes after a row's committed tokens.
             example: the module's inputs for one node, ``[1, 1, …]`` each.
-            on_device: False if the strategy waits for the device. Its steps are then not recorded.
+            on_device: False if the strategy waits for the device. Its steps are then not recorded as CUDA graphs.
 
         Raises:
             UnsupportedError: the module is on another device.
@@ -312,14 +312,14 @@ class Forced(Protocol):
     on_device: bool
 
     def expect(self, sequences: Sequences) -> None:
-        """Prepares :meth:`forced` before a step is recorded. sequences: the rows at the start."""
+        """Prepares :meth:`forced` before CUDA graphs of steps are recorded. sequences: the rows at the start of the call."""
 
     def forced(self, sequences: Sequences, limit: int) -> Tensor:
         """Returns tokens for the bytes that must come next, ``[B, K]`` int64, -1 after the last token; ``K`` is at most `limit`.
 
-        The row's tokenization history decides how the bytes are split into tokens: tokens are preferred that earlier in the row
-        followed the same token, or began with the same byte. If there are none, the tokenizer splits the bytes. Last bytes that it
-        may join with later bytes are then omitted.
+        The bytes are split as earlier in the row: the next token is the token that last followed the same token there, else the row's
+        latest token that begins with the next byte. If neither fits, the tokenizer splits the bytes, except bytes at the end that it
+        may join with later bytes.
 
         Args:
             sequences: the committed rows, the argument of :meth:`Strategy.propose`.

@@ -1,7 +1,7 @@
 """Enables, disables, releases, warms up and calibrates models.
 
-The package ``hf`` contains the function that replaces transformers' ``generate``. Only this module imports it. Schedulers get
-prepared calls from the object that :func:`enabled` returns.
+The package ``hf`` contains the object that replaces ``model.generate``; only this module imports ``hf``. Schedulers get this object
+from :func:`enabled`, and check and prepare their requests with it.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def enable(
     strategy: str | type[Strategy] | Strategy | None = None, strategy_config: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Replaces ``model.generate`` by a function that accepts ``strategy=…``. Returns `model`. Its config and weights do not change.
+    """Replaces ``model.generate`` by a function that accepts ``strategy=…``. Returns `model`, whose config and weights do not change.
 
-    A second call replaces the tokenizer if it passes one, and all default settings if it passes any. :func:`disable` undoes both calls.
+    A second call replaces the tokenizer if it passes a tokenizer, and all defaults if it passes any. :func:`disable` undoes both calls.
 
     Args:
-        model: a causal language model of transformers, or a ``PeftModel`` around one. The models that its ``merge_and_unload()`` and
-            ``unload()`` return are also enabled.
+        model: a causal language model of transformers, or a ``PeftModel`` around such a model. The models that its
+            ``merge_and_unload()`` and ``unload()`` return are also enabled.
         tokenizer: for strategies, grammars and ``stop_strings``. A call may pass another tokenizer.
         strategy: decodes calls without ``strategy=``, instead of transformers' own ``generate``.
         strategy_config: settings of `strategy`.
         settings: settings of the loop, as in ``decoders_config``, for example ``compile=False``. They override the environment and
-            the file. Calls and generation configs override them.
+            ``decoders.toml``; calls and generation configs override them.
 
     Raises:
         UnsupportedError: `model` is not a transformers model that can generate.
@@ -105,14 +105,14 @@ def _ready_to_unload(wrapper: PreTrainedModel) -> Callable[[Any], Any]:
 
 
 def enabled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Generate:
-    """Enables `model` and returns the object that replaces its ``generate``. Schedulers get prepared calls from this object."""
+    """Enables `model` and returns the object that replaces its ``generate``. Schedulers prepare requests with this object."""
     enable(model, tokenizer)
     present: Generate = vars(model)["generate"]
     return present
 
 
 def tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that :func:`enable` was given for `model`. None if it was given none, or if the model is not enabled."""
+    """The tokenizer that was given to :func:`enable` with `model`. None without a tokenizer, or if the model is not enabled."""
     present = vars(model).get("generate")
     return present.tokenizer if isinstance(present, Generate) else None
 
@@ -136,7 +136,7 @@ def compiles_grammars_with(
 
 
 def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-    """Checks `arguments` of ``generate``, with or without a prompt, before calls on an enabled `model`.
+    """Checks `arguments` of ``generate`` without running `model`. The arguments need not contain a prompt.
 
     Raises:
         SettingsError: a value has the wrong type, or there is no strategy.
@@ -147,7 +147,7 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
     defaults = present.defaults if isinstance(present, Generate) else NO_DEFAULTS
     options = Options.read(arguments, base_of(model).generation_config, defaults)
     if options is None:
-        raise SettingsError('a strategy is needed: pass strategy="autoregressive", or another one')
+        raise SettingsError('there is no strategy: pass strategy="autoregressive", or the name of another strategy')
     refuse_arguments(options.configs, options.arguments)
 
 
@@ -155,7 +155,7 @@ def check_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Non
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Undoes :func:`enable`: calls :func:`release`, and restores the former ``generate``. Returns `model`.
 
-    Does nothing if the model is not enabled. If you have set another ``generate`` on the model since then, it stays.
+    Does nothing if the model is not enabled. If you have set another ``generate`` on the model after ``enable``, your function stays.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
@@ -166,7 +166,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         vars(model).pop(GETSTATE, None)
         unwatch_unloading(model)
         previous = present.previous
-        if vars(model).get("generate") is present:  # else the user has set another one
+        if vars(model).get("generate") is present:  # otherwise the user has set another function
             del vars(model)["generate"]
             if previous is not None:
                 vars(model)["generate"] = previous
@@ -177,9 +177,9 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 def release(model: PreTrainedModel) -> PreTrainedModel:
     """Frees everything that an enabled model keeps between calls. The model stays enabled. Returns `model`.
 
-    Drops quantized weights, caches with their texts, compiled code and recorded steps, of the model and of its draft models. The next
-    call creates them again. Waits until a running call of another thread has ended. Does nothing if the model is not enabled or was
-    not used.
+    Drops the quantized weights, KV caches with their texts, compiled code and CUDA graphs of the model and of its draft models. The
+    next call creates them again. Waits until a running call of another thread has ended. Does nothing if the model is not enabled or
+    was not used.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers.
@@ -209,7 +209,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
 
 @keywords_named
 def memories(model: PreTrainedModel) -> dict[MemoryKey, Any]:
-    """The objects that strategies keep between calls on an enabled model, such as texts of ``suffix`` and rates of ``auto``.
+    """The objects that strategies keep between calls on `model`, such as the texts of ``suffix`` and the acceptance rates of ``auto``.
 
     They can be pickled. :func:`remember` gives them to a model in another process.
 
@@ -236,10 +236,10 @@ def remember(
     The written tokens do not change. :func:`forget` drops texts and memories.
 
     Args:
-        memories: they replace the model's memories that have the same keys. Unpickling runs code, so load only your own files.
+        memories: the result of :func:`memories`; replaces entries with equal keys. Unpickling runs code, so load only your own files.
         texts: texts similar to the expected output (earlier outputs, code, answers), or their token ids. ``suffix`` drafts from them,
-            alone and in ``auto``, in all calls. They are added to earlier texts. Beyond 262,144 tokens, the texts that were least
-            recently matched are dropped, with a warning.
+            alone and in ``auto``, in all calls. Earlier texts stay. Beyond 262,144 tokens, the texts that were least recently matched
+            are dropped, with a warning.
 
     Raises:
         UnsupportedError: `model` is not a model of transformers, or not enabled.
@@ -251,7 +251,7 @@ def remember(
     present.remember(dict(memories or {}))
     if dropped := present.remember_texts(texts):
         warnings.warn(
-            f"remember() keeps at most {GIVEN_TOKENS:,} tokens of texts: it dropped the {dropped:,} least recently used ones",
+            f"remember() keeps at most {GIVEN_TOKENS:,} tokens of texts: dropped {dropped:,} tokens of the least recently used texts",
             stacklevel=2,
         )
     return model
@@ -265,7 +265,7 @@ def _present(model: PreTrainedModel, function: str) -> Generate | None:
     """
     if not isinstance(base_of(model), PreTrainedModel):
         raise UnsupportedError(f"{function}() takes a transformers model, not {type(model).__name__}")
-    # "generate" is not looked up, because the user may have set another function there.
+    # GETSTATE is looked up and not "generate", because the user may have set another `generate`.
     return getattr(vars(model).get(GETSTATE), "__self__", None)
 
 
@@ -283,12 +283,12 @@ def warmup(
         strategies: as in ``generate(strategy=…)``.
         rows: batch sizes of later calls. All sizes above one share compiled graphs.
         assistant_model: for strategies with a draft model.
-        sampling: whether to prepare sampling as well. True: with the model's own sampling parameters. Or a dict of parameters.
+        sampling: True also prepares sampling, with the parameters of the generation config; a dict gives the sampling parameters.
         tokenizer: as in :func:`decoders.enable`.
         options: more arguments for ``generate``: ``decoders_config``, ``strategy_config``, ``grammar``.
 
     Returns:
-        the duration of the preparation in seconds, and its compilations.
+        the seconds that the preparation took, and the number of graphs that it compiled.
 
     Raises:
         UnsupportedError: the model cannot be decoded, or a strategy needs an `assistant_model` and there is none.
@@ -308,9 +308,9 @@ def calibrate(
 ) -> Calibration:  # fmt: skip
     """Enables `model`, and measures how long steps and strategies take on this machine.
 
-    Steps are measured by numbers of nodes, rows and context tokens. ``strategy="auto"`` decides by these costs, and measures missing
-    costs in its first call. The costs are stored on disk (setting ``cost_cache``). They hold for the model's class and sizes, dtype,
-    quantization, device, threads and version of torch.
+    Steps are measured with several numbers of draft tree nodes, rows and context tokens. ``strategy="auto"`` decides by these costs,
+    and measures missing costs in its first call. The costs are stored on disk (setting ``cost_cache``). Each model class, model size,
+    dtype, quantization, device, number of threads and version of torch has its own costs.
 
     Args:
         rows: batch sizes.
@@ -336,7 +336,7 @@ def calibrate(
 def _check_options(
     model: PreTrainedModel, function: Callable[..., Any], strategies: Sequence[str | Strategy], rows: Any, options: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Checks `options` and `rows` of a call of `function` (``warmup`` or ``calibrate``). Raises the errors of this function."""
+    """Checks the arguments `options` and `rows` of `function` (``warmup`` or ``calibrate``). Raises the errors of `function`."""
     check_sizes("rows", rows)
     if "strategy" in options:
         raise SettingsError(f"{function.__name__}() has no argument strategy=: warmup() takes strategies=[…]")
@@ -348,7 +348,7 @@ def _check_options(
 def cost_curve(
     model: PreTrainedModel, rows: Sequence[int], contexts: Sequence[int], seconds: float = 10.0, **options: Any
 ) -> CostCurve:
-    """Enables `model`, measures the step sizes that its stored cost curve lacks, and returns the curve.
+    """Enables `model`, measures the costs that its stored cost curve (seconds per step, by step size) lacks, and returns the curve.
 
     This takes only seconds: it measures fewer step sizes than :func:`calibrate`, and no strategies.
 

@@ -18,11 +18,11 @@ class DecodersError(Exception):
 
 
 class UnknownNameError(DecodersError, ValueError):
-    """There is no strategy, verifier, setting … of this name."""
+    """No strategy, verifier or other object has the given name."""
 
     def __init__(self, kind: str, name: str, choices: Iterable[str], hint: str = ""):
         choices, (plain, bracket, _) = sorted(choices), name.partition("[")
-        if bracket and kind in ("strategy", "verifier"):  # the notation of `decoders bench`
+        if bracket and kind in ("strategy", "verifier"):  # only `decoders bench` takes "name[setting=value]"
             hint = f"Pass its settings in {kind}_config=" + (" or --set." if kind == "strategy" else ".")
         super().__init__(f"Unknown {kind} {name!r}. {suggest(plain, choices)} {hint}".rstrip())
         self.kind, self.name, self.choices = kind, name, choices
@@ -33,7 +33,7 @@ class SettingsError(DecodersError, ValueError):
 
 
 class UnsupportedError(DecodersError, ValueError):
-    """The decoding loop cannot decode a model, or honour an argument of ``generate``, exactly. The error names the alternative."""
+    """The decoding loop cannot decode a model exactly, or cannot honour an argument of ``generate``. The error names an alternative."""
 
 
 class InputError(DecodersError, ValueError):
@@ -94,15 +94,15 @@ class GrammarError(DecodersError, ValueError):
 
 
 def canonical(name: str) -> str:
-    """`name` in lower case, with ``_`` in place of ``-`` and ``.``. Names that differ only in this are the same name."""
+    """`name` in lower case, with ``_`` in place of ``-`` and ``.``. Names that become equal are the same name."""
     return re.sub("[-_.]+", "_", name.strip()).lower()
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """``Did you mean …? Choose from …`` for an unknown `name`. Without the first sentence if no choice is similar."""
+    """The hint ``Did you mean …? Choose from …`` for an unknown `name`; without the question if no choice is similar."""
     choices = sorted(choices)
     spelt = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # cut: it may come from a client
+    near = difflib.get_close_matches(name[:200].lower().replace("-", "_"), spelt, n=1)  # a client may send a long name
     hint = f"Did you mean {spelt[near[0]]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices) or '(there are none)'}."
 

@@ -67,9 +67,9 @@ def decoders_grammar_types() -> Mapping[type | str, Callable[[Any], Any]]:  # ty
     """Returns types of objects that ``generate(grammar=…)`` shall accept, each with a function that converts such an object.
 
     A key is a type, or its full name such as ``"my_package.Form"``, so that the plugin need not import the type. A key also covers
-    objects of derived types. To accept classes, use their metaclass as the key. The function returns another value that ``grammar=``
-    takes. Called once. If two plugins claim a type, neither gets it until one of them is blocked. The types of this package, and
-    Python's own types such as ``dict`` and ``type``, cannot be claimed.
+    objects of derived types. To accept classes, use their metaclass as the key. The function returns a value of a kind that
+    ``grammar=`` already takes. Called once. If two plugins claim a type, neither gets it until one of them is blocked. The types of
+    this package, and Python's own types such as ``dict`` and ``type``, cannot be claimed.
     """
 
 
@@ -87,9 +87,9 @@ def decoders_observers() -> Iterable[type[Observer]]:  # type: ignore[empty-body
 def decoders_commands() -> Mapping[str, Callable[..., None]]:  # type: ignore[empty-body]
     """Returns commands that the plugin adds to ``decoders``, by name. Called once.
 
-    A name is ``"weigh"``, or ``"bench weigh"`` for a command in a group. The group may be a group of this package or a new one. A
-    value is a Typer function: its parameters are the arguments and options, its docstring is the help. It should import modules in
-    its body, because ``decoders --help`` inspects every function. The names of this package's commands cannot be taken. If two
-    plugins claim a name, neither gets it until one of them is blocked. If Typer cannot inspect a function, ``decoders plugins`` and
-    ``decoders doctor`` report it, and all other commands still work.
+    A name is one word, such as ``"weigh"``, or a group and a word, such as ``"bench weigh"``. The group may be a group of this package
+    or a new one. A value is a Typer function: its parameters are the arguments and options, its docstring is the help. The function
+    should import modules in its body, because ``decoders --help`` inspects every function. The names of this package's commands cannot
+    be taken. If two plugins claim a name, neither gets it until one of them is blocked. If Typer cannot inspect a function,
+    ``decoders plugins`` and ``decoders doctor`` report it, and all other commands still work.
     """

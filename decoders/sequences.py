@@ -36,19 +36,19 @@ class Sequences:
 
     @property
     def last(self) -> Tensor:
-        """``[B, 1]`` int64, the last committed token of each row. It is node 0 of the next block."""
+        """``[B, 1]`` int64, the last committed token of each row. It is node 0 (the root) of the next step."""
         return self.tokens.gather(1, self.length[:, None] - 1)
 
     @property
     def on_host(self) -> bool:
-        """Whether Python can read the rows and the step without waiting: on a CPU, unless the step is being recorded."""
+        """Whether Python can read the rows and the step without a sync: on a CPU, except while a step is recorded (CUDA graphs)."""
         return host_reads(self.length)
 
     def read(self) -> HostRows:
         """The rows as lists, for strategies that work on the host.
 
-        Waits for the device if the loop has not read the rows. This is so in :meth:`Strategy.start`, and in a strategy that drafts
-        for a draft model or declares ``on_device``.
+        Waits for the device if the loop has not read the rows: in :meth:`Strategy.start`, and in a strategy that drafts for a draft
+        model or declares ``on_device``.
         """
         return HostRows.of(self) if self.known is None else self.known
 
@@ -88,16 +88,16 @@ class Step:
     """A verified draft.
 
     Attributes:
-        nodes: ``[B, N]`` int64, the verified block: node 0 and the draft tokens. Padding may make ``N`` greater than the draft.
+        nodes: ``[B, N]`` int64, the verified nodes: node 0, the draft tokens, and padding if the step has more nodes than the draft.
         chosen: ``[B, N]`` int64, the target's token after each node; -2 off the accepted path if logits processors run on the host.
         path: ``[B, N]`` int64, the accepted node at each depth; valid up to depth `accepted`.
         accepted: ``[B]`` int64, number of accepted draft tokens.
-        emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and one more. Fewer in a row that ended.
+        emitted: ``[B]`` int64, number of committed tokens: the accepted draft tokens and the target's token; fewer in a row that ended.
         logits: ``[B, N, V]`` float32, the target's raw logits after each node.
         hidden: ``[B, N, H]``, the input of the output head.
         sequences: the rows with this step's tokens committed.
-        own_nodes: number of nodes at the block's start, root included, that come from the strategy's draft, in the draft's order.
-            None: the block begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft. In
+        own_nodes: number of nodes at the start of `nodes`, root included, that come from the strategy's draft, in the draft's order.
+            None: `nodes` begins with the whole draft, and other nodes may follow. 0: no node is known to come from the draft. In
             ``"a+b"``, the limit on the joint tree's size may cut off the last nodes of every draft.
         layers: ``[B, N, T, H]``, outputs of the ``T`` decoder layers in :attr:`Strategy.hidden_layers`, in this order; None if T is
             0.
@@ -135,7 +135,7 @@ class HostStep:
 
     @staticmethod
     def of(step: Step) -> HostStep:
-        """Returns `step` as lists. Copies it from the device with one sync."""
+        """Returns `step` as lists, which are copied from the device with one sync."""
         figures = torch.cat([step.accepted[:, None], step.emitted[:, None], step.chosen.gather(1, step.path)], dim=1)
         rows = figures.tolist()
         return HostStep([row[0] for row in rows], [row[2 : 2 + row[1]] for row in rows])
@@ -146,8 +146,8 @@ class PromptChunk:
     """A chunk of the rows' prompts that the target has just read.
 
     The chunks of a call hold all prompt tokens except the last token of each row, which is node 0 of the first step. Prompts of one
-    token have no chunks. After :meth:`Strategy.rebatch`, chunks hold the prompts of new rows. In old rows no token is valid then, and
-    all positions are greater than the positions of the committed tokens.
+    token have no chunks. After :meth:`Strategy.rebatch`, chunks hold the prompts of new rows. In the other rows `valid` is then False,
+    and `positions` begin at the last committed token, which is not cached yet: a strategy may write its cache at all positions.
 
     Attributes:
         tokens: ``[B, N]`` int64.

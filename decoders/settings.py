@@ -1,9 +1,9 @@
 """Settings: a frozen pydantic class for each strategy and verifier, and one for the loop.
 
 Values come from the call, the generation config, ``enable()``, the environment and a file. A setting of the loop
-(:class:`RuntimeSettings`) is written ``DECODERS_COMPILE=0``, or ``compile = false`` at the top of ``decoders.toml``. A strategy's
-settings are a *section*: ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or a table ``[prompt_lookup]`` in the file. If there is no
-``decoders.toml``, the table ``[tool.decoders]`` of ``pyproject.toml`` is read instead.
+(:class:`RuntimeSettings`) is written as ``DECODERS_COMPILE=0``, or as ``compile = false`` at the top of ``decoders.toml``. The settings
+of a strategy form a *section*: they are written as ``DECODERS_PROMPT_LOOKUP_MAX_NGRAM=4``, or in a table ``[prompt_lookup]`` of the
+file. If there is no ``decoders.toml``, the table ``[tool.decoders]`` of ``pyproject.toml`` is read instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Configured:
 
     Raises:
         SettingsError: a setting is unknown, or its value is out of range.
-        TypeError: the settings have another class, or are given in both ways.
+        TypeError: the settings object has another class, or keywords are given with it.
     """
 
     settings_class: ClassVar[type[Settings]] = Settings
@@ -65,7 +65,7 @@ class Configured:
         self.settings: Any = settings if settings is not None else self.settings_class.parse(values)
 
     def settings_in_force(self) -> dict[str, Any]:
-        """The value of each setting, by name, in JSON's types, for the report."""
+        """The value of each setting, by name, for the report; values have JSON's types."""
         settings = getattr(self, "settings", None)  # a subclass with its own constructor may have none
         return settings.model_dump(mode="json") if settings is not None else {}
 
@@ -223,7 +223,7 @@ def parse_assignments(assignments: Sequence[str], place: str = "--set") -> dict[
     return settings
 
 
-#: How errors call the origin of settings that were given to :func:`decoders.enable`.
+#: What error messages say about the origin of a setting that was given to :func:`decoders.enable`.
 ENABLED = "given to enable()"
 
 
@@ -256,7 +256,7 @@ def _explained(
     return f"{cls.__name__}: " + "; ".join(problems)
 
 
-#: Names of ``DECODERS_…`` variables that are not settings: the file's path, lists of plugins, the server's API key, the CPU's kernels.
+#: Names of ``DECODERS_…`` variables that are not settings: the settings file, lists of plugins, the server's API key, CPU kernels.
 NOT_SETTINGS = ("config", "plugins_block", "plugins_allow", "plugins_strict", "api_key", "cpu_kernels")
 
 S = TypeVar("S", bound=Settings)
@@ -280,8 +280,8 @@ def load_settings(
     Args:
         section: the strategy's name; None for the loop's settings.
         call, generation_config, enabled: values in the call, in the generation config, and in ``decoders.enable``.
-        sections: all section names. They distinguish ``DECODERS_PROMPT_LOOKUP_LENGTH`` (of ``prompt_lookup``) from a setting
-            ``lookup_length`` of ``prompt``, and a misspelt table from the table of an absent plugin.
+        sections: all section names. They tell whether ``DECODERS_PROMPT_LOOKUP_LENGTH`` is the setting ``length`` of ``prompt_lookup``
+            or the setting ``lookup_length`` of ``prompt``. A table whose name resembles a section's name is an error.
 
     Raises:
         SettingsError: a setting is unknown or its value is wrong (the error names its variable or file), or the file is unreadable.
@@ -332,7 +332,7 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
         names = {name for name in names if variable_of(section, name) not in OWN_VARIABLES}
     if not names:  # the usual case, in every call of generate
         return {}
-    # Variables of a section with a longer name are left out ("prompt_lookup" if the section is "prompt").
+    # Variables of a section "prompt_lookup" also begin with the prefix of a section "prompt", which must not read them.
     start = f"{section}_" if section else ""
     others = tuple(f"{name[len(start) :]}_" for name in known if name.startswith(start) and name != section)
     names = {name for name in names if not name.startswith(others)}
@@ -361,12 +361,12 @@ def _environment(cls: type[Settings], section: str | None, known: Collection[str
             f"{cls.__name__}: {field} from environment variable {variable} must be JSON, such as '[1, 2]' or "
             f"'{{\"name\": 1}}', not {os.environ.get(variable, '')!r} ({error.__cause__ or error})"
         ) from error
-    # For sections with longer names, pydantic-settings also returns values under the field's name.
+    # pydantic-settings also reads variables of sections with longer names. `names` does not contain these variables.
     return {name: value for name, value in values.items() if name in names}
 
 
 def settings_file() -> tuple[Path | None, dict[str, Any]]:
-    """Path and content of the configuration file: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml. ``None, {}`` without one."""
+    """Path and content of the configuration file: DECODERS_CONFIG, ./decoders.toml or ./pyproject.toml. ``None, {}`` without a file."""
     named = os.environ.get("DECODERS_CONFIG")
     for path in [Path(named)] if named else [Path("decoders.toml"), Path("pyproject.toml")]:
         try:

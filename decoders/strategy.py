@@ -35,7 +35,7 @@ class Trait(Generic[T]):
     Attributes:
         default: the value for a strategy that declares none.
         merged: computes the value for a strategy that merges the drafts of several parts, from the parts' values.
-        of: computes what `merged` gets for a part; None: `merged` gets the part's value.
+        of: takes a part, and returns the part's value for `merged`; None: `merged` gets the value that the part declares.
         hooks: names of methods. In a class that overrides any of them, the trait is True unless the class declares a value.
     """
 
@@ -54,7 +54,7 @@ TRAITS: dict[str, Trait] = {}
 
 
 def trait(default: T, merged: Callable[[Iterable[Any]], T], **options: Any) -> T:
-    """Returns a :class:`Trait`, typed as `default`. Python then calls ``__set_name__``, which replaces the trait by `default`."""
+    """Returns a :class:`Trait`, typed as `default`, because ``__set_name__`` replaces the trait by `default` in the class."""
     return cast(T, Trait(default, merged, **options))
 
 
@@ -71,8 +71,8 @@ def _nothing(values: Iterable[Any]) -> tuple:
 
 
 class Strategy(Configured, ABC):
-    """Base class of all strategies. Instances hold only settings. What changes during a call is in the state that :meth:`start`
-    returns.
+    """Base class of all strategies. Instances hold only settings. :meth:`start` returns a state object, which holds everything that
+    changes during a call.
 
     ``MyStrategy(width=3)`` and ``MyStrategy(MySettings(width=3))`` are the same.
 
@@ -83,37 +83,37 @@ class Strategy(Configured, ABC):
         settings_class: pydantic model of the settings.
         hints: maps drafting arguments of transformers to settings, ``{"num_assistant_tokens": "length"}``. Other drafting arguments
             raise an error.
-        auto_place: its place among the candidates of the strategy ``auto``. ``auto`` asks candidates in ascending order, so cheap
-            strategies should have low numbers. Built-in strategies have 10 (no work) to 50 (a second model). None: it is a candidate
-            only if the user names it. A candidate must be `exact`, and must declare `rests` unless it has no `observe`.
-        auto_settings: its default settings as a candidate of ``auto``. Drafts can be longer, because ``auto`` verifies only a part.
+        auto_place: the strategy's place among the candidates of ``auto``. ``auto`` asks candidates in ascending order, so cheap
+            strategies should have low numbers. Built-in strategies have numbers from 10 (almost no work) to 50 (a second model). None:
+            the strategy is a candidate only if the user names it. A candidate must be `exact`, and must declare `rests` if it overrides
+            `observe`.
+        auto_settings: default settings of a candidate of ``auto``. They may ask for long drafts: ``auto`` verifies only a part.
         exact: whether output is token-identical to plain decoding. Every report marks a lossy strategy.
         needs_assistant, takes_assistant: whether a call must or may have ``assistant_model=``.
         rests: whether the loop may skip or cut its drafts. If so, `observe` is also called for steps without a call of `propose`, and
             for steps that verified other nodes or only the first nodes of the draft. The drafts of strategies without `observe` can
             always be skipped. On CPUs the loop skips drafts that are not worth their time.
-        misses_steps: whether the loop may also skip `observe` after steps without its draft. Useful if `observe` is slow.
+        misses_steps: whether the loop may also skip `observe` after steps without the strategy's draft. Useful if `observe` is slow.
         timed: whether its drafts depend on the clock, so that equal calls may draft differently. The output tokens are the same.
-        rows_apart: whether a row's drafts depend on this row alone. If not, rows learn from each other, or share a budget or random
-            numbers. If True, the conformance kit compares a row's drafts in a batch with its drafts alone. The output is the same in
-            any case.
-        needs_grammar: whether a call must have ``grammar=``. All strategies accept it.
+        rows_apart: whether a row's drafts depend on this row alone. If False, rows learn from each other, or share a budget or random
+            numbers. If True, the conformance kit compares a row's drafts in a batch with its drafts alone. The output is the same.
+        needs_grammar: whether a call must have ``grammar=``. All strategies accept ``grammar=``.
         on_device: whether `propose` and `observe` never wait for the device, copy no data from the host, keep all shapes, and change
             only the contents of tensors. Whole steps can then be recorded (CUDA graphs) and replayed. The conformance kit checks
             this.
-        hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first,
-            -1 the last. Read when a call begins. Every selection of layers compiles another forward pass.
-        grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the usual acceptance rate of a draft token, given that its
-            parent was accepted. It is used until enough tokens of the grade have been compared with the output. Empty without grades
-            or rates.
+        hidden_layers: decoder layers of the target whose outputs are in ``Step.layers`` and ``PromptChunk.layers``; 0 is the first, -1
+            the last. The loop reads this attribute when a call begins, and compiles a forward pass for each selection of layers.
+        grade_rates: for each grade (:attr:`Draft.grades`) from 0 on, the usual acceptance rate of a draft token, given that its parent
+            was accepted. The rate is used until enough tokens of the grade have been compared with the output. Empty without grades or
+            rates.
         prompt_logits: whether the chunks for :meth:`prefill` contain logits. The output head then runs on every prompt token.
 
-    Each attribute below is True if the class overrides the method that its text names, unless the class declares another value:
-        observes: whether :meth:`observe` does anything. If not, the loop drops nodes at the block's end that are padding in all rows.
+    Each attribute below is True if the class overrides the method in its description, unless the class declares another value:
+        observes: whether :meth:`observe` does anything. If not, the loop may drop a draft's last nodes if they are padding in all rows.
         reads_prompt: whether the loop calls :meth:`prefill`.
         rebatches: whether :meth:`rebatch` keeps the state of rows that stay. If not, a strategy that reads prompts would have to read
-            all texts again, so a scheduler runs one request at a time with it.
-        limits: whether its drafts are no deeper than :meth:`limit` sets, because deeper drafts take more time.
+            all texts again when a request joins, so a scheduler decodes its requests one by one.
+        limits: whether :meth:`limit` restricts the depth of drafts. Useful if deeper drafts take more time.
         finds_layers: whether :meth:`layers_for` chooses the hidden layers.
     """
 
@@ -166,8 +166,8 @@ class Strategy(Configured, ABC):
     def compose(self, resolve: Callable[..., Strategy], registered: Mapping[str, type[Strategy]]) -> None:
         """Creates the parts that the settings name, in strategies that are composed of others.
 
-        An override creates the parts with ``resolve(name, settings)``, and calls :meth:`declare` with the merged traits. It runs
-        before each call of ``generate``, but only the first run has an effect.
+        An override creates the parts with ``resolve(name, settings)``, and calls :meth:`declare` with the merged traits. ``compose``
+        runs before each call of ``generate``, but only its first run changes the strategy.
 
         Args:
             resolve: creates a strategy from its name and settings.
@@ -229,7 +229,7 @@ class Strategy(Configured, ABC):
         return self.rebatches
 
     def limit(self, state: Any, tokens: int) -> None:
-        """Sets the greatest useful depth of the next draft. For strategies whose drafts take more time if they are deeper."""
+        """Sets the greatest useful depth of the next draft, for strategies whose deeper drafts take more time."""
 
     def details(self, state: Any) -> Mapping[str, Any]:
         """Returns the strategy's statistics of the call for ``report.details``, JSON-safe. Called once, at the end of the call."""
@@ -238,7 +238,7 @@ class Strategy(Configured, ABC):
 
 @contextmanager
 def finishing(strategy: Strategy, state: Callable[[], Any]) -> Iterator[None]:
-    """Context manager that calls :func:`finish_all` for `strategy` when the block ends or fails. state: returns the state to finish."""
+    """Context manager: calls :func:`finish_all` for `strategy` when the ``with`` block ends or fails. state: returns its state."""
     try:
         yield
     except BaseException as error:
@@ -251,7 +251,7 @@ def finish_all(states: Iterable[tuple[Strategy, Any]], cause: BaseException | No
     """Calls :meth:`Strategy.finish` for all `states`, even if a call raises. Raises the first error, with later errors as notes.
 
     Args:
-        cause: the error that ended the call, if any. If there is one, errors of `finish` become its notes, and nothing is raised.
+        cause: the error that ended the call, if any. With a cause, errors of `finish` become notes of the cause, and nothing is raised.
     """
     first = cause
     for strategy, state in states:

@@ -56,7 +56,7 @@ class ChainedText:
         return len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Adds tokens at the end. Each takes about a microsecond."""
+        """Adds `tokens` at the end, in about a microsecond per token."""
         key, run, position = self._key, self._run, len(self.tokens)
         text = self.tokens
         parts = tuple(zip(ORDERS, _MASKS, self._heads, self._chains, strict=True))
@@ -91,7 +91,7 @@ class ChainedText:
             self._restore()
 
     def _restore(self) -> None:
-        """Recomputes `_key` and `_run` for the present end of the text."""
+        """Recomputes `_key` and `_run`, which describe the last tokens, after tokens were removed."""
         key = run = 0
         for token in self.tokens[-ORDERS[0] :]:
             if token < 0:
@@ -105,7 +105,7 @@ class ChainedText:
         first.
 
         Args:
-            suffix: the last tokens of the text to look up. No match is longer.
+            suffix: the last tokens of the text to look up. A match has at most this many tokens.
             most: greatest number of occurrences.
             before: only occurrences that end before this index are returned.
         """
@@ -134,7 +134,7 @@ def _matching(text: array[int], end: int, suffix: array[int], known: int) -> int
     if longest > length and text[end - length] != suffix[-length - 1]:
         return length  # the usual case
     if text[end + 1 - longest : end + 1] == suffix[len(suffix) - longest :]:
-        return longest  # the usual case of long matches
+        return longest  # the usual case if more than `known` tokens match
     # Binary search, because comparing slices is faster than comparing token by token.
     while longest - length > 1:
         middle = (length + longest) // 2
@@ -154,20 +154,20 @@ class TextMemory:
         capacity: greatest number of remembered tokens.
 
     Attributes:
-        index: the texts, one after the other. Dropped texts are among them until the index is rebuilt.
+        index: the texts, one after the other, with dropped texts until the index is rebuilt.
         tokens: number of remembered tokens.
-        dropped: number of dropped tokens: of dropped texts, and cut off from texts that exceeded `capacity`.
+        dropped: number of tokens of dropped texts, and of tokens that were cut off from texts longer than `capacity`.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.lock = threading.RLock()
         self.index = ChainedText()
-        self._begins: list[int] = []  # where each text begins in the index, in order
+        self._begins: list[int] = []  # the position of each text's first token in `index`, by serial number
         self._ends: list[int] = []
-        self._used: dict[int, None] = {}  # the numbers of the remembered texts, the least recently used first
+        self._used: dict[int, None] = {}  # serial numbers of the remembered texts, the least recently used first
         self.tokens = self.dropped = 0
-        self._numbers: dict[int, int] = {}  # the number of each text, by the hash of its bytes
+        self._numbers: dict[int, int] = {}  # the serial number of each text, by the hash of its bytes
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +180,7 @@ class TextMemory:
         return len(self._used)
 
     def __getstate__(self) -> dict[str, Any]:
-        with self.lock:  # the state is read after this method has returned
+        with self.lock:  # returns a copy, because pickle reads the state after this method has released the lock
             return copy.deepcopy({name: value for name, value in vars(self).items() if name != "lock"})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,12 +206,12 @@ class TextMemory:
             self._append(text)
 
     def text_at(self, place: int) -> int | None:
-        """The number of the text that contains the token at `place` of :attr:`index`. None if this text was dropped."""
+        """The serial number of the text that contains the token at `place` of :attr:`index`. None if this text was dropped."""
         number = bisect_right(self._begins, place) - 1
         return number if number in self._used else None
 
     def end_of(self, number: int) -> int:
-        """The index after the last token of the text with this number."""
+        """The index after the last token of the text with the serial number `number`."""
         return self._ends[number]
 
     def use(self, number: int) -> None:

@@ -134,7 +134,7 @@ PLAIN = HONOURED | REFUSED.keys() | TRANSLATED.keys() | set(HINTS) | vars(Genera
 IDLE: dict[str, Callable[[Any], bool]] = {
     "token_type_ids": lambda v: isinstance(v, Tensor) and not v.any(),  # many tokenizers return zeros
     "logits_to_keep": lambda v: _is_whole(v) and v >= 0,
-    "labels": lambda v: True,  # transformers removes them, for its trainers pass them on
+    "labels": lambda v: True,  # transformers removes labels, which its trainers pass on
 }
 
 _WHOLE_NUMBERS = (
@@ -253,7 +253,7 @@ def loop_options(source: Mapping[str, Any]) -> dict[str, Any]:
 def hints_of(source: Mapping[str, Any]) -> dict[str, Any]:
     """transformers' drafting arguments (:data:`HINTS`) that `source` (a call or a generation config) sets, by name."""
     hints = {name: source[name] for name in HINTS if source.get(name) is not None}
-    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # draft lengths are learnt per call
+    if hints.get("num_assistant_tokens_schedule") == "heuristic_transient":  # means the same in this loop
         hints["num_assistant_tokens_schedule"] = "heuristic"
     return hints
 
@@ -304,7 +304,6 @@ def first_of(configs: list[GenerationConfig], name: str) -> Any:
     return next((v for c in configs if (v := getattr(c, name, None)) is not None), None)
 
 
-#: Dtypes of token ids.
 ID_TYPES = (torch.int64, torch.int32)
 
 
@@ -340,7 +339,7 @@ def check_inputs(model: PreTrainedModel, input_ids: Any, attention_mask: Any, ca
         row, place = ((input_ids < 0) | (input_ids >= vocabulary)).nonzero()[0].tolist()
         raise InputError(
             f"token id {int(input_ids[row, place])} (row {row}, place {place}) is outside the model's vocabulary, "
-            f"0 to {vocabulary - 1}: was the text encoded with another model's tokenizer?"
+            f"0 to {vocabulary - 1}: encode the text with this model's tokenizer"
         )
     if attention_mask is not None:
         _check_mask(attention_mask, input_ids, cached)
@@ -405,11 +404,11 @@ def check_lengths(model: PreTrainedModel, prompts: list[Tensor], new_tokens: int
         raise ContextLengthError("a prompt is empty: give every row at least one token, such as the BOS token")
     if longest > context:
         raise ContextLengthError(
-            f"a prompt has {longest} tokens, and the model's context is {context}: shorten the prompt, or use a model with more"
+            f"a prompt has {longest} tokens, and the model's context is {context}: shorten it, or use a model with a longer context"
         )
     if longest + max(new_tokens - 1, 0) > context:
         raise ContextLengthError(
-            f"{amount(longest, 'prompt token')} plus {new_tokens} new ones exceed the model's context of {context}: "
+            f"{amount(longest, 'prompt token')} plus {new_tokens} new tokens exceed the model's context of {context}: "
             f"max_new_tokens can be {max(context + 1 - longest, 0)} at most"
         )
 

@@ -56,7 +56,7 @@ class Assistants:
             engine.forget()
 
     def engine(self, model: PreTrainedModel, attention: Attention, precision: Precision) -> Engine:
-        """The engine of a draft model, created once, and again after the model or these settings have changed.
+        """The engine of a draft model, created once, and again after the model, `attention` or `precision` has changed.
 
         Raises:
             UnsupportedError: the loop does not support the draft model's architecture.
@@ -177,7 +177,7 @@ class CallAssistants:
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
             raise UnsupportedError(
                 f"the draft model is split between {known.target.ranks.size} processes and the target is not: load the draft model "
-                "without tp_plan, or both with it"
+                "without tp_plan, or both models with it"
             )
         return known
 
@@ -228,8 +228,8 @@ def check_vocabulary(
 ) -> None:
     """Raises UnsupportedError unless every id means the same token in both models.
 
-    Compares the tokenizers if both are known, else the sizes of the output heads. The sizes may differ by padding: by less than
-    :data:`~decoders.hf.tokenizers.PADDING`, or by the entries that a head has in addition to the tokens of the target's tokenizer.
+    Compares the tokenizers if both are known, else the sizes of the output heads. Head sizes may differ by padding: by less than
+    :data:`~decoders.hf.tokenizers.PADDING`, or by more if both heads contain all tokens of the target's tokenizer.
     """
     if draft is target:
         return
@@ -259,7 +259,7 @@ _compared: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[weakref.ref[
 
 
 def _difference_of(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Describes the difference between two tokenizers; None without one. Cached, because listing a large vocabulary takes a second."""
+    """Describes how two tokenizers differ; None if they agree. Cached, because listing a large vocabulary takes a second."""
     sizes, known = (len(tokenizer), len(draft_tokenizer)), _compared.get(draft_tokenizer)
     if known is None or known[0]() is not tokenizer or known[1] != sizes:
         difference = _difference(tokenizer.get_vocab(), draft_tokenizer.get_vocab())

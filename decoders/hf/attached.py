@@ -53,7 +53,7 @@ class Unloading:
 
 
 def watch_unloading(model: Any, ready: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Sets an :class:`Unloading` object with `ready` on a ``PeftModel`` in place of each method of :data:`UNLOADING` that it has."""
+    """Sets an :class:`Unloading` object with `ready` on a ``PeftModel`` in place of its methods in :data:`UNLOADING`."""
     for name in UNLOADING:
         if name not in vars(model) and hasattr(model.base_model, name):
             vars(model)[name] = Unloading(model, name, ready)

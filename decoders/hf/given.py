@@ -56,7 +56,7 @@ class Beginning(ABC):
             mask: attention mask ``[rows, …]``; None: no padding.
             rows: number of rows.
             copies: number of rows per prompt (``num_return_sequences``).
-            rope_table: see :meth:`~decoders.engine.model.target.Target.rope_table_of`.
+            rope_table: index of the model's rotary table for the call, from :meth:`~decoders.engine.model.target.Target.rope_table_of`.
         """
 
 
@@ -82,8 +82,8 @@ def beginning_of(
         beginning = Embeddings.of(value, arguments, model) if name == EMBEDDINGS else CallCache.of(name, value)
     if beginning is not None and strategy.reads_prompt:
         raise UnsupportedError(
-            f"strategy {strategy.name!r} learns from every token of the prompt and the model's output there, and {beginning.name} "
-            f"does not hold them: take another strategy, or pass the whole text as input_ids without {beginning.name}"
+            f"strategy {strategy.name!r} must read every token of the prompt, and {beginning.name} holds no token ids: take another "
+            f"strategy, or pass the whole text as input_ids without {beginning.name}"
         )
     return beginning
 
@@ -119,8 +119,8 @@ class CallCache(Beginning):
             input_ids = torch.cat([input_ids.new_full((len(input_ids), self.length), -1), input_ids], dim=1)
         elif input_ids.shape[1] <= self.length:
             raise ContextLengthError(
-                f"input_ids have {amount(input_ids.shape[1], 'token')} and {self.name} holds {self.length}: give the whole text, "
-                "cached part and at least one token more; or the new tokens alone, with an attention_mask over cached and new ones"
+                f"input_ids have {amount(input_ids.shape[1], 'token')} and {self.name} holds {self.length}: pass the cached tokens and "
+                "at least one new token as input_ids, or only new tokens with an attention_mask over the cached and the new tokens"
             )
         return unpad(input_ids, mask, inferred_from)
 
@@ -130,8 +130,8 @@ class CallCache(Beginning):
         cached = check_cache(engine.target, self.cache)
         if cached not in (1, rows // copies, rows):
             raise InputError(
-                f"{self.name} holds {amount(cached, 'row')}, for {amount(rows // copies, 'prompt')}: give as many rows, or one row "
-                "for all"
+                f"{self.name} holds {amount(cached, 'row')} for {amount(rows // copies, 'prompt')}: give a row for each prompt, or one "
+                "row for all prompts"
             )
         padding = [0] * rows if mask is None else (mask == 0).sum(1).tolist()
         return GivenPrompts(self.cache, self.length, tuple(row * cached // rows for row in range(rows)), tuple(padding))
@@ -153,7 +153,7 @@ class Embeddings(Beginning):
         if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point() or not value.shape[1]:
             said = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise InputError(
-                f"inputs_embeds must be vectors [rows, positions, width], at least one of each, not {said}"
+                f"inputs_embeds must be floating-point vectors [rows, positions, width], at least one per row, not {said}"
             )
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape != value.shape[:2]:
@@ -166,7 +166,7 @@ class Embeddings(Beginning):
         self, input_ids: Tensor, given_mask: Tensor | None, mask: Tensor | None, inferred_from: int | None
     ) -> list[Tensor]:
         places = input_ids.new_full((len(input_ids), self.vectors.shape[1]), -1)
-        text = torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]  # an id for each vector
+        text = torch.cat([places, input_ids], dim=1)[:, input_ids.shape[1] :]  # as many ids as vectors
         return unpad(text, mask if mask is not None and mask.shape == text.shape else None)
 
     def read(
@@ -238,7 +238,7 @@ def read_vectors(
 
     Args:
         engine: the engine of `model`.
-        rope_table: see :meth:`~decoders.engine.model.target.Target.rope_table_of`.
+        rope_table: index of the model's rotary table for the call, from :meth:`~decoders.engine.model.target.Target.rope_table_of`.
         mask: ``[B, P]``, zeros for left padding.
 
     Raises:

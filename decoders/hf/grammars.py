@@ -19,13 +19,13 @@ from ..registry.resolve import resolve_backend, resolve_grammar
 from ..report import GrammarUse
 from ..settings import RuntimeSettings
 
-#: Number of cached vocabularies. When tokens are added to a tokenizer, another vocabulary is cached for it.
+#: Greatest number of cached vocabularies. A tokenizer to which tokens were added needs a new vocabulary.
 KEPT = 8
 
 
 @dataclass(frozen=True)
 class Grammars:
-    """For each row, the grammar and the report on its use, or None; both are empty without ``grammar=`` and ``thinking=``."""
+    """Each row's grammar and report, None for a row without a grammar; empty tuples without ``grammar=`` and ``thinking=``."""
 
     rows: tuple[CompiledGrammar | None, ...] = ()
     uses: tuple[GrammarUse | None, ...] = ()
@@ -42,7 +42,7 @@ class Grammars:
             rows: number of rows of the batch.
             per_prompt: number of adjacent rows that have the same prompt.
             thinking: the value of ``thinking=``.
-            prompts: token ids per row; a prompt may end within a thought.
+            prompts: token ids per row; a prompt may end within a thinking block.
 
         Raises:
             GrammarError, SettingsError, UnknownNameError, UnsupportedError: a grammar is invalid, unknown or for another vocabulary.
@@ -148,8 +148,8 @@ def _check_fit(
     name, own = grammar.language.name, grammar.vocabulary
     if len(own) != size or set(own.stops) != set(stops):
         raise UnsupportedError(
-            f"the compiled grammar {name!r} is for {len(own)} tokens and stop tokens {list(own.stops)}; this call has {size} and "
-            f"{sorted(stops)}: compile it for these, or give its specification"
+            f"the compiled grammar {name!r} is for {len(own)} tokens and stop tokens {list(own.stops)}; this call has {size} tokens "
+            f"and stop tokens {sorted(stops)}: compile the grammar for this call's tokens, or give its specification"
         )
     if tokenizer is None:
         return

@@ -162,7 +162,7 @@ def _prepared(
 
 
 def _shifts(arguments: Mapping[str, Any], lengths: Sequence[int]) -> list[int]:
-    """Per prompt, the position of the next token minus the number of tokens. An image may have more or fewer positions than tokens."""
+    """By how much each prompt's next position exceeds its number of tokens: an image may have more or fewer positions than tokens."""
     positions = arguments.get("position_ids")
     if positions is None:
         return [0] * len(lengths)

@@ -63,13 +63,13 @@ class PaddedPrompts:
         return self.ids.shape[1]
 
     def starts_at(self, places: Tensor) -> bool:
-        """Whether the padding of the prompts ends, and their text begins, at `places` ``[B]``."""
+        """Whether each prompt's padding ends, and its text begins, at the prompt's entry in `places` ``[B]``."""
         if self.mask is None or self.mask.shape != self.ids.shape:
             return not places.any()
         return torch.equal((self.mask != 0).int().argmax(1), places.to(self.mask.device))
 
     def have(self, sequences: Iterable[tuple[Sequence[int], float]]) -> bool:
-        """Whether all tokens of the `sequences` are in the model's vocabulary; transformers raises if not."""
+        """Whether all tokens of the `sequences` are in the model's vocabulary; otherwise transformers raises an error."""
         return all(0 <= token < self.vocab for tokens, _ in sequences for token in tokens)
 
     def equal(self, ids: Tensor) -> bool:
@@ -143,7 +143,7 @@ def _value(name: str, value: float) -> list[Operation]:
 
 
 def _alone(tokens: Any, bias: float) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """A sequence of one token for each of `tokens`, each with `bias`."""
+    """For each of `tokens`, the sequence of this token alone, with `bias`."""
     listed: Sequence[int] = torch.as_tensor(tokens).flatten().tolist()
     return tuple(((token,), bias) for token in dict.fromkeys(listed))
 

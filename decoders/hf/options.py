@@ -153,7 +153,7 @@ class Options:
         )
 
     def apart(self, names: frozenset[str]) -> tuple[dict[str, Any], Options]:
-        """Splits off the arguments called `names`. Returns those that are not None, and the options without these arguments."""
+        """Splits off the arguments called `names`. Returns the split-off arguments that are not None, and the other options."""
         taken = {name: value for name, value in self.arguments.items() if name in names}
         others = {name: value for name, value in self.arguments.items() if name not in names}
         given = {name: value for name, value in taken.items() if value is not None}
@@ -168,7 +168,7 @@ class Options:
         strategy, assistant = self.strategy, self.arguments.get("assistant_model")
         if not isinstance(assistant, (PreTrainedModel, str, type(None))) and not is_peft(assistant):
             raise SettingsError(
-                "assistant_model must be a causal language model of transformers, or the path of one as a string, not "
+                "assistant_model must be a causal language model of transformers, or its path as a string, not "
                 f"{shown(assistant)}"
             )
         if assistant is None and strategy.needs_assistant:
@@ -200,7 +200,7 @@ def _configured(configs: list[GenerationConfig]) -> dict[str, Any]:
 
 
 def _check_mapping(name: str, given: Any) -> None:
-    """Raises SettingsError unless `given` is None or holds settings by name."""
+    """Raises SettingsError unless `given` is None or a mapping of settings by name."""
     if given is None or (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
         return
     wrong = (
@@ -215,7 +215,7 @@ class OwnDefaults:
 
     Attributes:
         config: a copy of the generation config, with only values that every strategy accepts.
-        strategy_config: settings of the strategy, including those from transformers' drafting arguments (hints).
+        strategy_config: settings of the strategy, including settings from transformers' drafting arguments (hints).
         left_out: values that are neither in `config` nor in `strategy_config`, by name, as text.
     """
 

@@ -33,7 +33,6 @@ _PLAIN = (bool, int, float, str, type(None))
 #: Greatest number of cached preparations: a server needs one per combination of sampling parameters.
 LIMIT = 64
 
-#: The key of a preparation in a cache: all its inputs except prompt and length.
 Kind = tuple[object, ...]
 
 
@@ -77,7 +76,7 @@ class Preparation:
         lengths = [c.max_length for c in criteria if type(c) is stopping_criteria.MaxLengthCriteria]
         ends = [c.eos_token_id for c in criteria if type(c) is stopping_criteria.EosTokenCriteria]
         stop_tokens = tuple(dict.fromkeys(token for tokens in ends for token in tokens.flatten().tolist()))
-        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers tests the same
+        pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers tests this, too
         on_host = StoppingCriteriaList(c for c in criteria if type(c) not in _INSIDE)
         host_criteria = None
         if on_host:
@@ -90,7 +89,7 @@ class Preparation:
 
     @property
     def reusable(self) -> bool:
-        """Whether nothing but lengths depends on the prompt, so that calls of the same :data:`Kind` can use the preparation."""
+        """Whether only lengths depend on the prompt, so that calls of the same :data:`Kind` can use the preparation."""
         on_host = self.processors is not None or self.criteria is not None
         return not on_host and self.config.min_new_tokens is None and AT_A_LENGTH.isdisjoint(self.plan.operations)
 
@@ -108,7 +107,7 @@ def kind_of(model: PreTrainedModel, configs: Sequence[GenerationConfig], argumen
         return None
     if not mask.all():  # the repetition penalty depends on padding
         return None
-    if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # it may depend on the prompt
+    if getattr(type(model), "generate", None) is not GenerationMixin.generate:  # its own code may use the prompt
         return None
     values = [{name: value for name, value in arguments.items() if name not in _OWN}, *map(vars, configs)]
     values[0].pop("generation_config", None)  # `configs` holds it

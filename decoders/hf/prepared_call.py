@@ -64,7 +64,7 @@ class StreamAligner:
         self.sent = 0
 
     def step(self, new: list[list[int]], written: list[list[int]], ended: list[bool]) -> None:
-        """Sends the tokens at positions that every row has reached or has `ended` before.
+        """Sends the tokens at the positions that every row has reached; rows that have `ended` are padded.
 
         new: each row's tokens of this step. written: all new tokens of each row.
         """
@@ -90,7 +90,7 @@ class PreparedCall:
     """A call of ``generate`` as a :class:`Request` for the engine. Also converts the request's output to transformers' form.
 
     Attributes:
-        engine, request: the model's engine, and what it decodes.
+        engine, request: the model's engine, and the request that it decodes.
         input_ids: ``[B, P]`` as transformers prepared them.
         grammars: the grammars of the rows.
         aligner: sends tokens to the call's streamer; None without a streamer.
@@ -149,12 +149,12 @@ def prepare(
         tokenizer: the call's tokenizer or the model's.
         engine_of: returns the model's engine, created if needed; called after all checks that do not need the engine.
         assistants: draft models of `model`.
-        kept: preparations of earlier calls by their kind; the preparation of this call is added if other calls can use it.
+        kept: the preparations of earlier calls, by :func:`kind_of` the call; this call's preparation is added if others can use it.
         beginning: how the prompts begin; None: with token ids.
     """
     beside, options = options.apart(arguments_of(model) - PLAIN)
     if beside and beginning is not None:
-        kept_anyway = "; leave the cache out: the loop keeps what it has read of images"
+        kept_anyway = "; leave the cache out, because the loop caches texts with images itself"
         hint = kept_anyway if isinstance(beginning, CallCache) else ""
         raise UnsupportedError(
             f"{beginning.name} does not go with {', '.join(sorted(beside))}: a prompt with images has to be given whole{hint}"
@@ -206,8 +206,8 @@ def prepare(
     seen = engine.target.vocabulary.placeholders if isinstance(beginning, CallCache) else None
     if seen is not None and any(bool((torch.isin(prompt, seen) | (prompt < 0)).any()) for prompt in prompts):
         raise UnsupportedError(
-            f"past_key_values of {type(model).__name__} does not say which positions its images have taken: give the whole prompt with "
-            "its images; the loop keeps what it has read of them"
+            f"past_key_values of {type(model).__name__} does not say which positions its images have taken: leave it out and give the "
+            "whole prompt with its images; the loop caches texts with images itself"
         )
     read = beginning.read(engine, model, mask, len(prompts), copies, rope_table) if beginning is not None else None
     if beside:
@@ -269,7 +269,7 @@ def prepared_by_transformers(
     arguments["stopping_criteria"] = criteria
     if arguments.get("generation_config") is not None:
         arguments["generation_config"] = _without_own_work(arguments["generation_config"])
-    # transformers takes unset options from the model's generation config, so a shallow copy of the model gets one without our options.
+    # transformers takes unset options from the model's generation config: it gets a copy of the model whose config lacks our options.
     stand_in: Any = copy.copy(model)
     stand_in.generation_config = _without_own_work(model.generation_config)
     without_position_ids(stand_in)

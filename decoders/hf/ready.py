@@ -31,7 +31,7 @@ TOKENS = 32
 
 @dataclass(frozen=True)
 class WarmupPart:
-    """The costs of warming up one strategy with one number of rows, greedily or sampling.
+    """The costs of warming up one strategy with one number of rows, for greedy decoding or for sampling.
 
     Attributes:
         strategy: name.
@@ -168,7 +168,7 @@ def calibrate_model(
 def measured_curve(
     generate: Generate, runtime: RuntimeSettings, rows: Sequence[int], contexts: Sequence[int], seconds: float, anew: bool = False,
 ) -> CostCurve:  # fmt: skip
-    """The cost curve of a model, measured at these numbers of rows and context lengths. anew: measures known points again."""
+    """The cost curve of a model, measured at these numbers of rows and context lengths. anew: whether to measure known points again."""
     engine = generate.engine(runtime)
     with engine.lock, engine.active():
         folder = runtime.cost_cache or default_folder()
@@ -183,7 +183,7 @@ def _strategy_costs(
         strategy = resolve_strategy(name)
         if entry.cls.needs_grammar or (strategy.needs_assistant and assistant_model is None):
             continue
-        if entry.cls.takes_assistant:  # in 'auto', for example, other strategies do the work
+        if entry.cls.takes_assistant:  # such as 'auto', whose candidates do the work
             continue
         extra = {"assistant_model": assistant_model} if strategy.needs_assistant else {}
         call = {"do_sample": False, **options, "max_new_tokens": TOKENS, **extra}

@@ -25,8 +25,8 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokeniz
     """
     if isinstance(tokenizer, str):
         raise SettingsError(
-            f"tokenizer must be a tokenizer of transformers, not {tokenizer!r}: AutoTokenizer.from_pretrained({tokenizer!r}) loads "
-            f"one; a strategy is named by its keyword, strategy={tokenizer!r}"
+            f"tokenizer must be a tokenizer of transformers, not {tokenizer!r}: pass AutoTokenizer.from_pretrained({tokenizer!r}), "
+            f"or strategy={tokenizer!r} if it is the name of a strategy"
         )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         if hasattr(tokenizer, "tokenizer"):
@@ -36,7 +36,7 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokeniz
         return
     if getattr(
         model.config, "cost_scaled", ""
-    ):  # the bench has padded the model, its vocabulary included, to the cost of a larger model
+    ):  # `decoders bench` has enlarged the model and its vocabulary, to give it the cost of a larger model
         return
     added, rows = tokenizer.added_tokens_decoder, embeddings_of(model)
     size = max(len(tokenizer), *(token + 1 for token in added), 0)
@@ -56,5 +56,5 @@ def check_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str = "tokeniz
     )
     raise SettingsError(
         f"{wrong} ends texts with token {own} ({tokenizer.eos_token!r}), and {design} with {texts}. {advice}, "
-        "or set model.generation_config.eos_token_id if it was trained with this one"
+        f"or set model.generation_config.eos_token_id if the {owner} was trained with this tokenizer"
     )

@@ -30,9 +30,9 @@ class TokenMap:
     """Maps every token of the target to a token of the draft model.
 
     Attributes:
-        written: ``[V]`` int64, the draft's token with the same bytes; -1 if there is none.
-        read: ``[V]`` int64, the token that the draft reads: `written`. Where that is -1, the draft reads the last token of its own
-            tokenizer's encoding of the text. So every token of the target occupies one slot in both caches.
+        written: ``[V]`` int64, the draft's token with the same bytes or role (BOS, EOS); -1 if there is none.
+        read: ``[V]`` int64, the draft's token that stands for each target token in the draft's input: `written`, or where it is -1, the
+            last token of the text in the draft's tokenizer. So every target token occupies one slot in both caches.
         shared: fraction of the target's text tokens that the draft has.
         own: the bytes of the target's tokens.
         other: the bytes of the draft's tokens.
@@ -92,7 +92,7 @@ def translated(draft: PreTrainedModel, target: PreTrainedModel, tokens: TokenMap
     if tokens.shared < LEAST_SHARED:
         raise UnsupportedError(
             f"the draft has {tokens.shared:.0%} of the target's tokens, which is too few to draft with "
-            f"({LEAST_SHARED:.0%} at least): use strategy 'speculative' with a chain and alignment='strings', which drafts text"
+            f"({LEAST_SHARED:.0%} at least): use strategy 'speculative' with tree='none' and alignment='strings', which drafts text"
         )
     twin = copy.deepcopy(draft, {id(parameter): parameter for parameter in draft.parameters()})
     vars(twin).pop("generate", None)

@@ -108,7 +108,7 @@ class Generate:
                 call.judge(written)
                 result = call.result(written)
                 written.report.finished(begun)
-                warn_of_load(written.report)  # after a streamer has ended its line
+                warn_of_load(written.report)  # comes last: `call.result` ends a streamer's line of output
                 return result
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ class Generate:
 
     @contextmanager
     def _unchanged_by_others(self, given: Mapping[str, Any]) -> Iterator[None]:
-        """A context in which no other call changes the model. Does nothing for a model that no call can change.
+        """A context in which no other call changes the model. Does nothing for a model that calls cannot change.
 
         Raises:
             UnsupportedError: the call has images or sounds, which may change the model, while a scheduler decodes with the model.
@@ -156,7 +156,7 @@ class Generate:
 
     @torch.no_grad()
     def _prepared(self, options: Options, shares: bool = False) -> PreparedCall:
-        """Checks a call before anything is changed, then prepares it. shares: whether a scheduler decodes it along with others."""
+        """Checks a call before anything is changed, then prepares it. shares: whether a scheduler decodes the call with others."""
         refuse_capture(self.model.device)
         ready = self.ready_engine(options.runtime)
         if ready is None:  # an existing engine means that the model was checked
@@ -208,8 +208,8 @@ class Generate:
         return vocabulary, resolve_backend(options.runtime.constraint_backend), options.runtime.constraint_seconds
 
     def engine(self, runtime: RuntimeSettings = _DEFAULTS) -> Engine:
-        """The engine for the model's current weights, and for the attention and precision that `runtime` sets. It is built on first
-        use. If one of these changes, it is renewed or built again.
+        """The engine for the model's current weights, and for the attention and precision that `runtime` sets. The engine is built on
+        first use, and renewed or built again when the weights, the attention or the precision change.
         """
         # The lock lets first calls in two threads share an engine. Calls hold the same lock: with two locks, a streamer's nested
         # call and a call in another thread could deadlock.
@@ -231,7 +231,7 @@ class Generate:
         return sum(self._engine.prepared_since(begun)) if self._engine is not None else 0.0
 
     def ready_engine(self, runtime: RuntimeSettings) -> Engine | None:
-        """The existing engine if it fits the model's current state and these settings, else None. Does not wait for the lock.
+        """The existing engine if it fits the model's current state and `runtime`, else None. Does not wait for the lock.
 
         A scheduler holds the lock during a step, and submitting a request should not wait for the step.
         """
@@ -319,7 +319,7 @@ class Generate:
             raise SettingsError("remember() reads texts with a tokenizer: decoders.enable(model, tokenizer=…)")
         size = number_of_logits(self.model)
         if not all(0 <= token < size for token in tokens):
-            raise SettingsError(f"texts[{number}] has token ids that the model does not have: they are 0 to {size - 1}")
+            raise SettingsError(f"texts[{number}] has token ids outside of the model's ids, 0 to {size - 1}")
         return tokens
 
     def _drop(self) -> None:

@@ -19,7 +19,6 @@ from ..settings import OWN_VARIABLES, Configured, Settings, variable_of
 from ..strategy import TRAITS, Strategy
 from ..verifiers.verifier import Verifier
 
-#: A class that plugins provide.
 Provided = TypeVar("Provided", bound=ABC)
 
 
@@ -50,7 +49,7 @@ class Kind(Generic[Provided]):
         for cls in provided:
             name = self.check(cls)
             if name in classes:
-                raise PluginError(f"two of its {self.plural} are named {name!r}")
+                raise PluginError(f"two of the plugin's {self.plural} are named {name!r}")
             classes[name] = cls  # type: ignore[assignment]  # checked
         return classes
 
@@ -70,22 +69,22 @@ class Kind(Generic[Provided]):
 
 
 def _form(value: object) -> object:
-    """A function's parameter names; the type of any other value."""
+    """The parameter names of a function, or the type of any other value, to compare attributes with similar names."""
     return list(inspect.signature(value).parameters) if inspect.isfunction(value) else type(value)
 
 
 @lru_cache(maxsize=256)  # every call of generate checks the classes of its objects
 def check_methods(cls: type, base: type) -> None:
-    """Raises PluginError if a method of `cls` cannot be called like the method of `base` with this name, or if a name in `cls` is
-    probably a misspelt name of `base`: the names are similar, and so are the parameters or the type of the value.
+    """Raises PluginError if a method of `cls` cannot be called like the method of `base` with this name, or if `cls` probably misspells
+    a name of `base`: the two attributes have similar names, and the same parameters or type.
     """
     known = {name: _form(value) for name, value in inspect.getmembers(base) if not name.startswith("_")}
     for name, own in inspect.getmembers(cls):
         near = () if name.startswith("_") or name in known else get_close_matches(name, known, n=1, cutoff=0.8)
         if near and _form(own) == known[near[0]]:
             raise PluginError(
-                f"{cls.__module__}.{cls.__qualname__}.{name} means nothing to decoders.{base.__name__}. Did you mean {near[0]!r}? "
-                "If not, choose another name"
+                f"{cls.__module__}.{cls.__qualname__}.{name} is not an attribute of decoders.{base.__name__}. Did you mean {near[0]!r}?"
+                " If not, rename it"
             )
     for name, method in vars(base).items():
         own = inspect.getattr_static(cls, name)
@@ -129,9 +128,9 @@ class GrammarTypeKind(Kind[Any]):
             if not isinstance(cls, (type, str)) or "." not in (name := full_name(cls)):
                 raise PluginError(f"{self.hook}: {cls!r} should be a type or its full name, such as 'my_package.Form'")
             if name.startswith("builtins."):
-                raise PluginError(f"{self.hook}: grammar= reads {name[9:]!r} and Python's other own types itself")
+                raise PluginError(f"{self.hook}: plugins cannot claim {name[9:]!r}, a type of Python: leave it out")
             if not callable(function):
-                raise PluginError(f"{self.hook}: what makes a grammar of {name} must be a function, not {function!r}")
+                raise PluginError(f"{self.hook}: {name} needs a function that returns a grammar, not {function!r}")
             named[name] = function
         return named
 
@@ -144,7 +143,7 @@ class CommandKind(Kind[Any]):
             raise PluginError(f"{self.hook} must return a dict of functions by name, not {type(provided).__name__}")
         for name, value in provided.items():
             if not isinstance(name, str) or not COMMAND_NAME.fullmatch(name):
-                raise PluginError(f"a command is called like 'weigh', or 'bench weigh' in a group, not {name!r}")
+                raise PluginError(f"a command's name must be like 'weigh', or 'bench weigh' in a group, not {name!r}")
             if not inspect.isroutine(value):
                 raise PluginError(f"command {name!r} must be a function, not {value!r}")
             if not inspect.getdoc(value):
@@ -159,7 +158,7 @@ def is_maker(value: object) -> bool:
 
 #: The form of all names except commands.
 SNAKE_CASE = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
-#: A command as it is typed: its name, or its group and its name.
+#: A command as users type it: its name, or its group and its name.
 COMMAND_NAME = re.compile("([a-z][a-z0-9]*(-[a-z0-9]+)* )?[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -193,7 +192,7 @@ _DECLARED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_traits(owner: Strategy | type[Strategy], shown: str) -> None:
-    """Raises PluginError if a declaration of a strategy or its class has another type than the reference says."""
+    """Raises PluginError if an attribute that a strategy or its class declares has a wrong type."""
     for name, (right, wanted) in _DECLARED.items():
         value = getattr(owner, name)
         if not isinstance(value, property) and not right(value):
@@ -208,8 +207,8 @@ def _check_strategy(cls: type[Strategy], shown: str) -> None:
         own = OWN_VARIABLES.get(variable_of(cls.name, setting))
         if own is not None:
             raise PluginError(
-                f"setting {setting!r} of strategy {cls.name!r} would be read from {variable_of(cls.name, setting)}, which is "
-                f"{own!r} of the loop: rename one of the two"
+                f"setting {setting!r} of strategy {cls.name!r} would be read from {variable_of(cls.name, setting)}, the variable of "
+                f"this package's setting {own!r}: rename the strategy or its setting"
             )
     named = [(f"hints: {hint!r} stands for setting {setting!r}", setting) for hint, setting in cls.hints.items()]
     for what, setting in (
@@ -222,11 +221,11 @@ def _check_strategy(cls: type[Strategy], shown: str) -> None:
             )
     if cls.auto_place is not None and not (cls.exact and (cls.rests or not cls.observes)):
         why = (
-            "has `observe`, and does not declare `rests = True` (steps may leave it out)"
+            "with `observe` must declare `rests = True`, so that auto can skip its drafts"
             if cls.exact
-            else "is not exact"
+            else "must be exact"
         )
-        raise PluginError(f"{shown}.auto_place makes it a candidate of auto, and it {why}: leave auto_place out")
+        raise PluginError(f"{shown}.auto_place: a candidate of auto {why}. Otherwise leave auto_place out")
 
 
 def _check_verifier(cls: type[Verifier], shown: str) -> None:

@@ -123,7 +123,8 @@ class Registry:
         grammar = made_by(partial(function, value), f"{name.rpartition('.')[2]} objects")
         if grammar is None:
             raise GrammarError(
-                f"the plugin's function for {name.rpartition('.')[2]} objects made no grammar of {shortened(repr(value))}"
+                f"the plugin's function for {name.rpartition('.')[2]} objects returned None for {shortened(repr(value))}: it must "
+                "return a value that grammar= takes"
             )
         return grammar
 
@@ -221,7 +222,7 @@ class Registry:
             else:
                 try:
                     if point.pattern.match(point.value) is None:
-                        raise PluginError(f"its entry point {point.value!r} is neither a module nor module:object")
+                        raise PluginError(f"the entry point {point.value!r} is neither a module nor module:object")
                     self._add(info, point.load())
                 except (Exception, SystemExit) as error:  # importing may call sys.exit
                     self._plugins[info.key] = replace(info, status="failed", error=_reason(error))
@@ -236,7 +237,7 @@ class Registry:
     def _add(self, info: PluginInfo, plugin: object) -> None:
         """Checks `plugin` in a separate manager and, if it is valid as a whole, adds it to the registry."""
         if self.manager.is_registered(plugin):
-            raise PluginError(f"it is the same object as plugin {self.manager.get_name(plugin)!r}")
+            raise PluginError(f"the object is already registered as plugin {self.manager.get_name(plugin)!r}")
         trial = _manager()
         trial.register(plugin, info.key)
         for caller in trial.get_hookcallers(plugin) or ():
@@ -246,9 +247,9 @@ class Registry:
         trial.check_pending()
         hooks = tuple(sorted(caller.name for caller in trial.get_hookcallers(plugin) or ()))
         if isinstance(plugin, type) and any(inspect.signature(getattr(plugin, hook)).parameters for hook in hooks):
-            raise PluginError(f"{plugin.__name__} is a class: give an object of it, {plugin.__name__}()")
+            raise PluginError(f"{plugin.__name__} is a class: register an object, {plugin.__name__}()")
         if not hooks:
-            raise PluginError("it has no function marked @decoders.hookimpl")
+            raise PluginError("the plugin has no function marked @decoders.hookimpl")
         classes: dict[Kind[Any], dict[str, type]] = {}
         for kind in KINDS:
             answers = getattr(trial.hook, kind.hook)()  # one answer; empty if the plugin does not implement the hook
@@ -260,7 +261,7 @@ class Registry:
         self._plugins[info.key] = replace(info, hooks=hooks, **claimed)
 
     def _settle(self) -> None:
-        """Decides again which plugin gets each name, and adds the lost names to the plugins' errors."""
+        """Decides again which plugin gets each name. A plugin that loses a name gets an error that says so."""
         names = {
             kind: settle(kind, [(self._plugins[key], found[kind]) for key, found in self._classes.items()])
             for kind in KINDS
@@ -273,7 +274,7 @@ class Registry:
 
 
 def made_by(function: Callable[[], Any], what: str) -> Any:
-    """Calls a plugin's `function` and returns its result. Raises GrammarError if it fails. what: its purpose, for the message."""
+    """Returns the result of a plugin's `function`. Raises GrammarError if `function` fails. what: its purpose, for the message."""
     try:
         return function()
     except DecodersError:

@@ -31,7 +31,7 @@ def resolve_strategy(
     """
     if isinstance(chosen, Strategy):
         if call:
-            raise SettingsError("strategy_config given beside a strategy object, which already holds its settings")
+            raise SettingsError("strategy_config cannot go with a strategy object, which already holds its settings")
         check_methods(type(chosen), Strategy)
         chosen.compose(resolve_strategy, {name: entry.cls for name, entry in registry().strategies().items()})
         return chosen
@@ -41,8 +41,8 @@ def resolve_strategy(
             for name, value in (given or {}).items():
                 if isinstance(value, Mapping) and name not in chosen.settings_class.model_fields:
                     raise SettingsError(
-                        f"the settings of {chosen.name!r} stand in the dict itself, {{'setting': value}}: a dict per strategy, as "
-                        f"{name!r} here, is for strategies merged with '+'"
+                        f"strategy_config of {chosen.name!r} must contain the settings themselves, {{'setting': value}}: only "
+                        f"strategies merged with '+' have a dict per strategy, such as {name!r} here"
                     )
         return resolve_strategy(chosen(_settings_of(chosen, call, configured)))
     if not isinstance(chosen, str):
@@ -50,7 +50,7 @@ def resolve_strategy(
     names = [part.strip() for part in chosen.split("+")]
     if "+" in chosen and not all(names):
         raise SettingsError(
-            f"strategy={chosen!r} has a '+' without a strategy beside it: write two names, \"suffix+ngram\""
+            f"strategy={chosen!r} has a '+' without a strategy on each side: write two names, \"suffix+ngram\""
         )
     classes = [registry().strategy(name) for name in names]
     if len(classes) == 1:
@@ -60,7 +60,7 @@ def resolve_strategy(
         unknown = sorted(set(given or {}) - {*own, MERGED.name})
         if unknown:
             raise SettingsError(
-                f"strategy_config of {chosen!r} is keyed by strategy: {', '.join([*own, MERGED.name])}; not {unknown[0]!r}"
+                f"strategy_config of {chosen!r} must have strategies as keys: {', '.join([*own, MERGED.name])}; not {unknown[0]!r}"
             )
         for name, value in (given or {}).items():
             if not isinstance(value, Mapping | None):
@@ -78,7 +78,7 @@ def with_hints(
     hints: Mapping[str, Any],
     where: Callable[[str], str] = lambda hint: "",
 ) -> Mapping[str, Any] | None:
-    """Returns `config`, a ``strategy_config``, plus the drafting arguments `hints` as settings of the strategy `chosen`.
+    """Returns the ``strategy_config`` `config`, plus the drafting arguments `hints` as settings of the strategy `chosen`.
 
     Args:
         hints: drafting arguments of transformers, by name; :attr:`Strategy.hints` maps them to settings.
@@ -103,12 +103,12 @@ def with_hints(
         if not takers:
             able = sorted(name for name, entry in registry().strategies().items() if hint in entry.cls.hints)
             raise UnsupportedError(
-                f"{hint}={value!r} means nothing to strategy {strategy_name(chosen)!r}: leave it out, or take "
+                f"{hint}={value!r} does not apply to strategy {strategy_name(chosen)!r}: leave {hint} out, or choose the strategy "
                 f"{' or '.join(map(repr, able))}.{where(hint)}"
             )
         if isinstance(chosen, Strategy):
             raise SettingsError(
-                f"{hint}={value!r} given beside a strategy object, which already holds its settings.{where(hint)}"
+                f"{hint}={value!r} cannot go with a strategy object, which already holds its settings.{where(hint)}"
             )
         for taker in takers:
             if merged:
@@ -116,7 +116,7 @@ def with_hints(
             own, setting = settings[taker.name] if merged else settings, taker.hints[hint]
             if own.setdefault(setting, value) != value:
                 raise SettingsError(
-                    f"{hint}={value!r} and {setting}={own[setting]!r} in strategy_config are one setting"
+                    f"{hint}={value!r} and {setting}={own[setting]!r} in strategy_config set the same setting: leave one of them out"
                 )
     return settings
 
@@ -135,7 +135,7 @@ def resolve_verifier(chosen: Any, config: Mapping[str, Any] | None = None) -> Ve
             raise SettingsError(f"verifier {chosen.name!r} has no settings: leave verifier_config out")
         return chosen(chosen.settings_class.parse(dict(config))) if config else chosen()
     if config and isinstance(chosen, Verifier):
-        raise SettingsError("verifier_config given beside a verifier object, which already holds its settings")
+        raise SettingsError("verifier_config cannot go with a verifier object, which already holds its settings")
     if not isinstance(chosen, Verifier):
         raise SettingsError(f"verifier must be a name, a Verifier class or a Verifier, not {type(chosen).__name__}")
     check_methods(type(chosen), Verifier)
@@ -174,7 +174,7 @@ def _named(name: str) -> Spec | CompiledGrammar:
         value = registry().grammar(name)
     except UnknownNameError as error:
         try:
-            return spec_of_library(name)  # accepts names with a suffix, too
+            return spec_of_library(name)  # also finds names with the suffix of the grammar's file
         except UnknownNameError:
             raise unknown_grammar(name, error.choices) from None
     grammar = resolve_grammar(made_by(value, f"grammar {name!r}") if is_maker(value) else value)

@@ -22,7 +22,7 @@ PARTS = {
     "host": "the rest of the steps",
     "compile": "waiting for compilation",
     "finish": "making the result",
-    "background": "compiling beside it",
+    "background": "compiling in the background",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Timings:
-    """Seconds of each part of a call. All parts except `background` follow one another and add up to the call.
+    """Seconds of each part of a call. All parts except `background` follow one another and add up to the call's duration.
 
     Attributes:
         prepare: reading the arguments, transformers' preparation of the inputs, compiling the grammars.
@@ -17,10 +17,10 @@ class Timings:
         kernels: compiling this package's CUDA kernels in parallel before the first call, or reading them from Triton's cache.
         check: comparing the model with a plain forward pass before its first call.
         start: allocating buffers, and the strategy's ``start``, which may prepare a draft model and read the prompt with it.
-        prefill: reading the prompt, and the core of a first step that reads the prompt's end.
+        prefill: reading the prompt. If the first step also reads the end of the prompt, its forward pass and verification are included.
         propose: the strategy's ``propose``.
         mask: computing the grammars' masks, and advancing the grammars over new tokens.
-        core: forward, verify and commit.
+        core: the forward passes of the target, verifying and committing.
         observe: the strategy's ``observe``.
         host: the rest of the steps: stopping criteria, streamers, observers, the report.
         compile: waiting for compilation.
@@ -72,18 +72,18 @@ def mean_length(histogram: Sequence[int]) -> float:
 
 @dataclass
 class Stage:
-    """The work of a draft model in a call, and of the strategy that drafts for it, if there is one.
+    """The work of a draft model in a call, and of the strategy that drafts for the draft model, if any.
 
     Attributes:
         model: name or path.
-        drafter: strategy that drafts for the draft model; None if it decodes token by token.
+        drafter: strategy that drafts for the draft model; None if the draft model decodes token by token.
         passes: number of forward passes of the draft model, without its prefill.
         tokens: number of tokens that the draft model wrote with its drafter's help, all rows.
         drafted, accepted: numbers of the drafter's tokens that the draft model verified and accepted.
         accepted_lengths: histogram; entry ``n`` counts passes (of each row) that wrote ``n + 1`` tokens.
-        forward_seconds: seconds of its forward passes.
-        drafter_seconds: seconds of its drafter, including the passes of `stages`.
-        stages: the draft models of its drafter.
+        forward_seconds: seconds of the draft model's forward passes.
+        drafter_seconds: seconds of the drafter, including the forward passes of `stages`.
+        stages: the draft models of the drafter.
         weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
     """
 
@@ -113,8 +113,8 @@ class GrammarUse:
         backend: name of the backend that compiled it.
         policy: which tokenizations of a text are allowed.
         source: origin of the compiled grammar: "compiled", "memory", "disk" or "given".
-        seconds: time for compiling or loading it.
-        nbytes: its memory in bytes.
+        seconds: time for compiling or loading the grammar.
+        nbytes: size of the grammar in memory, in bytes.
         warnings: how the language differs from the specification, a sentence per difference.
         complete: whether the text is complete; otherwise the call ended before the text did.
         invalid: why a complete text of the language is invalid under the specification; None if it is valid.

@@ -40,24 +40,23 @@ class Report:
         unrecorded: why steps that should have been recorded ran kernel by kernel (CUDA, slow); recording is tried again. "" if all
             were recorded.
         reused: per row, number of prompt tokens whose keys and values came from an earlier call.
-        same_bits: in low precision, whether a token's logits have the same bits in every block, so that drafts do not change
+        same_bits: in low precision, whether a token's logits have the same bits with every draft, so that drafts do not change
             near-ties; from a brief check when the model was prepared. False for models with recurrent layers, which are not checked.
             None in float32.
-        checked: ISO date on which the prepared model was compared with transformers' forward passes; not today if the result was
-            stored.
+        checked: ISO date on which the prepared model was compared with transformers' forward passes, today or before.
         weights: "int8" or "int4" for quantized weights, "16bit" for copies in 16 bits; "keep" for the checkpoint's weights.
         kv_cache: "int8" for keys and values in int8; "keep" for the model's dtype.
         rows: batch size.
         prompt_tokens, new_tokens: numbers of prompt tokens and of new tokens, per row.
         steps: number of forward passes of the target that commit tokens.
-        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` includes their core.
+        prefill_steps: number of `steps` (0 or 1) that also read the end of the prompt; ``timings.prefill`` includes their ``core``.
         drafted, accepted: numbers of draft tokens that the target verified and accepted, all rows.
         accepted_lengths: histogram; entry ``n`` counts steps (of each row) that committed ``n + 1`` tokens.
-        nodes: size of the largest verified block.
+        nodes: greatest number of nodes per row that a step verified.
         timings: see :class:`Timings`.
         time_to_first_token: seconds from the call to the first committed token.
         peak_memory: bytes of the static caches (CPU), or the peak of the device's allocator (CUDA).
-        recorded_memory: bytes that recordings keep for replays, including recordings of earlier calls (CUDA).
+        recorded_memory: bytes that recordings (CUDA graphs) keep for replays, including recordings of earlier calls.
         compilations: number of graphs compiled during the call.
         stages: the draft models that took part, see :class:`Stage`; their time is part of ``timings.propose``.
         details: the strategy's own figures, JSON-safe; see :meth:`decoders.Strategy.details`.
@@ -110,7 +109,7 @@ class Report:
             self.timings.finish += time.perf_counter() - begun - self.timings.call
 
     def share(self, spent: Mapping[str, float], nodes: int, compiled: bool, replayed: bool) -> None:
-        """Adds a step that also served other requests. spent: all seconds of the step, by part; nodes: the size of its block."""
+        """Adds a step that requests shared. spent: seconds of the whole step, by part. nodes: number of verified nodes per row."""
         own = vars(self.timings)
         for part, seconds in spent.items():
             own[part] += seconds
@@ -161,7 +160,7 @@ class Report:
     def overhead(self) -> float:
         """Share of the decoding steps' seconds outside the forward passes of target and draft models.
 
-        For a step whose core is timed as prefill, assumes the mean core of the other steps.
+        If the first step's ``core`` is part of ``timings.prefill``, the mean of the other steps stands for it.
         """
 
         def inside(stages: list[Stage]) -> float:
@@ -175,7 +174,7 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows per second of start, prefill and steps; without work that is done once per model."""
+        """New tokens of all rows, divided by the seconds of start, prefill and steps. Work done once per model does not count."""
         seconds = self.timings.start + self.timings.prefill + self.timings.steps
         return sum(self.new_tokens) / seconds if seconds else 0.0
 
@@ -279,7 +278,7 @@ def seconds_line(timings: Timings) -> str:
 
 
 def grammar_line(use: GrammarUse, seconds: float) -> str:
-    """The line about a row's grammar: its cost, and whether the text is complete. seconds: for all rows' masks."""
+    """The line about a row's grammar: its cost, and whether the text is complete. seconds: the time for the masks of all rows."""
     outcome = "complete" if use.complete else "not complete"
     if use.invalid:
         outcome = f"invalid: {use.invalid}"

@@ -1,4 +1,4 @@
-"""Measures time: a stopwatch without compilation, and the processor and other processes that a measurement depends on."""
+"""A stopwatch that leaves out compilation, and what else times depend on: the processor's name, and its load by other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .figures import Timings
 
 __all__ = ["WAITING", "busy_share", "processor_name"]
 
-#: A share of time. Code waits too long if its thread has no processor for a larger share.
+#: Share of time in which a thread may wait for a processor before the processors count as busy.
 WAITING = 0.25
 
 
@@ -50,7 +50,7 @@ class Stopwatch:
         self._begun, self._compiled = time.perf_counter(), timings.compile
 
     def next(self) -> float:
-        """Returns the seconds since the last call of this method, at first since the stopwatch was created."""
+        """Returns the seconds since the last call of this method; the first call, since the stopwatch was created."""
         begun, compiled = self._begun, self._compiled
         self._begun, self._compiled = time.perf_counter(), self._timings.compile
         return self._begun - begun - (self._compiled - compiled)

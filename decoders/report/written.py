@@ -25,7 +25,7 @@ class TracedStep:
         tokens: token of every node; node 0 is the last token before the step, -1 is not a token.
         parents: parent of every node; -1 for node 0 and for nodes that are never accepted.
         path: the accepted nodes, node 0 included.
-        own: the target's token after the path; None if the row ended before it.
+        own: the target's token after the path; None if the row ended before this token.
         drafters: the drafter of each node, "" for node 0.
     """
 
@@ -45,7 +45,7 @@ class Written:
         tokens: the new tokens.
         drafters: the drafter of each new token, "" for the target's own tokens.
         steps: every step of each row; an empty list for a row without the setting ``trace``.
-        tokenizer: the call's tokenizer or None. A pickle leaves it out: the texts of tokens are then their ids.
+        tokenizer: the call's tokenizer or None. Pickles leave out the tokenizer; token ids then stand for texts.
     """
 
     prompts: Sequence[Tensor]
@@ -62,7 +62,7 @@ class Written:
         return str(token) if self.tokenizer is None else repr(self.tokenizer.decode([token]))[1:-1]
 
     def pieces(self, row: int = 0) -> list[tuple[str, str]]:
-        """A row's new text as pieces ``(text, drafter of its last token)``; the drafter "" is the target. Ids without a tokenizer."""
+        """A row's new text as pieces ``(text, drafter of its last token)``; "" is the target. Ids without a tokenizer."""
         tokens, drafters = self.tokens[row], self.drafters[row]
         if self.tokenizer is None:
             return [(f"{token} ", who) for token, who in zip(tokens, drafters, strict=True)]

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from ..common.devices import refuse_meta
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError
 
-_PROMPT = "the prompt is the first argument of submit(), and its token ids are all of it"
+_PROMPT = "pass the prompt (its text or token ids) as the first argument of submit()"
 _CACHE = "a scheduler keeps the caches of texts itself; generate(strategy=…) takes a cache"
 #: Arguments of ``generate`` that requests do not take, each with what to do instead.
-SAID_OTHERWISE = {
+NOT_TAKEN = {
     "input_ids": _PROMPT,
     "inputs": _PROMPT,
     "past_key_values": _CACHE,
@@ -28,11 +28,11 @@ SAID_OTHERWISE = {
 
 
 def own_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments` without those in :data:`SAID_OTHERWISE`. Raises UnsupportedError if one of these has a value other than None."""
-    for name, advice in SAID_OTHERWISE.items():
+    """`arguments` without the names in :data:`NOT_TAKEN`. Raises UnsupportedError if such an argument has a value other than None."""
+    for name, advice in NOT_TAKEN.items():
         if arguments.get(name) is not None:
             raise UnsupportedError(f"{name} is not an argument of a request: {advice}")
-    return {name: value for name, value in arguments.items() if name not in SAID_OTHERWISE}
+    return {name: value for name, value in arguments.items() if name not in NOT_TAKEN}
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

@@ -155,8 +155,8 @@ class Generation:
     def report(self) -> Report | None:
         """The report on this request; None until it is done. Times include steps that the request shared with other requests.
 
-        If the grammar accepts more than its specification, the first thread that reads the report or the result validates the text.
-        The decoding thread does not do it, because validation may take long.
+        If the grammar accepts more than its specification, the first thread that reads the report or the result validates the text. The
+        decoding thread never validates texts, because validation may take long.
         """
         self._judge()
         return self._report
@@ -201,7 +201,7 @@ class Generation:
                 seen = len(tokens)
 
     async def _progress(self) -> AsyncGenerator[tuple[list[int], bool]]:
-        """Whenever tokens arrive, yields all new tokens and whether the request has ended. Raises the request's error at the end."""
+        """Yields all tokens so far, and whether the request has ended, when tokens arrive. Raises the request's error at the end."""
         news = asyncio.Event()
         try:
             with self.telling(news.set):
@@ -256,7 +256,7 @@ class Generation:
         return TextPieces(self.tokenizer, self.prompt) if self.tokenizer is not None else None
 
     def _wait(self, seen: int) -> tuple[list[int], bool]:
-        """Waits for more than `seen` new tokens, or for the end. Returns all new tokens, and whether the request has ended."""
+        """Waits for more than `seen` new tokens, or for the end. Returns all tokens so far, and whether the request has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._count > seen)
             return self.tokens, self._done
@@ -315,7 +315,7 @@ class Generation:
             self._error, self._done, self._on_cancel = error, True, _nothing
 
     def _renew_conditions(self) -> None:
-        """Creates the locks. Readers of tokens wait for `_changed`, which every step notifies; readers of the result for `_over`."""
+        """Creates the locks. Readers of tokens wait for `_changed`, which every step notifies. Readers of results wait for `_over`."""
         lock = threading.RLock()
         self._changed, self._over = threading.Condition(lock), threading.Condition(lock)
         self._judging = threading.RLock()

@@ -45,13 +45,13 @@ class Lanes:
     def admit(self, generation: Generation) -> None:
         """Gives a request a row in a lane whose steps it can share, or in a new lane.
 
-        If a lane's requests began before the forward pass was compiled, the lane decodes these requests uncompiled to their end. Such a
-        lane takes no new requests, unless there are two such lanes.
+        A lane is outdated if its requests began before the forward pass was compiled: it decodes these requests uncompiled to their
+        end. An outdated lane takes new requests only if there are two outdated lanes.
         """
         call = generation.call
         alike = [lane for lane in self._active if lane.fits(call.engine, call.request)]
         current = [lane for lane in alike if not lane.outdated]
-        # Each lane has its own KV cache. So if two lanes are outdated already, they take new requests, and no third lane is opened.
+        # Each lane has its own KV cache, so two outdated lanes take new requests: a third lane would need more memory.
         if len(alike) - len(current) > 1:
             current = alike
         lane = max((lane for lane in current if lane.free), key=lambda lane: len(lane.seats), default=None)
@@ -86,7 +86,7 @@ class Lanes:
         return sum(self._step(lane, generations) for lane, generations in list(self._active.items()) if generations)
 
     def _step(self, lane: Lane, generations: list[Generation]) -> bool:
-        """Runs a step of a lane. An error ends all requests in the lane. Returns whether there was no error."""
+        """Runs a step of a lane. An error ends all requests in the lane. Returns False after an error."""
         try:
             ended = lane.advance(self.longest_pause)
         except Exception as error:
@@ -133,7 +133,7 @@ class Lanes:
 
 
 def copied(error: BaseException) -> BaseException:
-    """A copy of `error`, or a DecodersError with `error` as its cause if it cannot be copied.
+    """A copy of `error`, or a DecodersError with `error` as its cause if `error` cannot be copied.
 
     If one error ends several requests, each request raises a copy with its own ``partial`` (its output so far).
     """

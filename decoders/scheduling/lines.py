@@ -107,7 +107,7 @@ def parsed(line: InputLine) -> dict[str, Any]:
     item = {"prompt": item} if isinstance(item, str) else item
     if not isinstance(item, dict) or not {"prompt", "text", "messages"} & item.keys():
         raise SettingsError(
-            f'{line.place}: write {{"prompt": "…"}} or {{"messages": […]}}, with arguments of generate beside it'
+            f'{line.place}: write {{"prompt": "…"}} or {{"messages": […]}}, where arguments of generate may be added'
         )
     if len(several := [name for name in ("prompt", "text", "messages") if name in item]) > 1:
         raise SettingsError(f"{line.place}: {' and '.join(several)} are given, and each is a prompt: give one of them")

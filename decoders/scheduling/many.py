@@ -20,8 +20,8 @@ from .arguments import check_count
 from .generation import Generation
 from .scheduler import Scheduler
 
-#: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for it alone. An exception is the error
-#: of a prompt that could not be read.
+#: A prompt: text, token ids, or a mapping with a ``prompt`` and arguments of ``generate`` for this prompt. An exception is the error of
+#: a prompt that could not be read.
 Prompt = str | list[int] | Tensor | Mapping[str, Any] | Exception
 
 
@@ -58,10 +58,10 @@ def generate_many(
 
     Args:
         model, tokenizer, strategy, strategy_config, rows, slots: see :class:`decoders.Scheduler`.
-        prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for it alone. An exception stands for
-            a prompt that could not be read, and becomes the prompt's error.
+        prompts: text, token ids, or mappings with a ``prompt`` and arguments of ``generate`` for this prompt. An exception stands for a
+            prompt that could not be read, and becomes the prompt's error.
         ordered: whether to yield completions in the order of the prompts; otherwise in the order in which they end. With `ordered`,
-            completions wait for a very long one before them. Once 16 times `rows` are waiting, no further prompts are taken.
+            completions wait until all prompts before them are completed, and at most 16 times `rows` prompts are in memory.
         errors: "raise" the first error, or "keep" each error in its prompt's completion and go on.
         arguments: arguments of ``generate`` for all prompts.
 
@@ -96,7 +96,7 @@ def _completions(
         running, numbers, more = 0, count(), True
         failure: Exception | None = None  # an error of the iterable
         while more or running or line:
-            # Besides the requests with a row, up to two per row wait in the queue. With `ordered`, `line` also holds ended requests.
+            # `rows` requests are decoded, and twice as many wait in the queue. With `ordered`, `line` also holds ended requests.
             while more and running < 3 * rows and len(line) < 16 * rows:
                 try:
                     prompt = next(prompts)

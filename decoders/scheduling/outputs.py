@@ -32,9 +32,9 @@ _ELSE = "name another --output, or move it away"
 class OutputLines:
     """A file of completions to which lines are appended; it is locked while it is open. Existing completions are not written again.
 
-    Every line holds ``index`` and ``input`` (the prompt's number and mark, a short hash), ``options`` (the settings that decide its
-    text), and ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further
-    down. The second line is the valid one, and replaces the first line when the file is closed after a run without an exception. The
+    Every line holds ``index`` (the prompt's number), ``input`` (the prompt's mark, a short hash), ``options`` (the settings that decide
+    the text), and ``text`` or ``error``. Files of earlier versions have no options. A prompt that failed may have a second line further
+    down: only the second line is valid, and it replaces the first line when the file is closed after a run without an exception. The
     file is not changed before the first :meth:`write`, which also drops an incomplete last line.
 
     Attributes:
@@ -44,7 +44,7 @@ class OutputLines:
         options: the different ``options`` of the completed prompts, as JSON.
 
     Raises:
-        SettingsError: the file holds something else, cannot be written, or another process writes it.
+        SettingsError: the file has lines that are not completions, cannot be written, or is written by another process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,11 +52,11 @@ class OutputLines:
         self.done: dict[int, str] = {}
         self.failed: dict[int, tuple[str, str]] = {}
         self.options: set[str] = set()
-        # Byte offsets by the prompt's number: of all lines of each prompt that failed; and of the valid line of every prompt.
+        # Byte offsets by the prompt's number. `_places`: all lines of prompts that failed. `_valid`: the valid line of every prompt.
         self._places: dict[int, list[int]] = {}
-        self._counts: dict[int, int] = {}
-        self._whole = 0  # size of the complete lines
-        self._cut = self._open = False  # _cut: an incomplete line follows. _open: the last line has no line end
+        self._valid: dict[int, int] = {}
+        self._whole = 0  # bytes of complete lines
+        self._cut = self._open = False  # whether an incomplete line follows; whether the last line lacks its end
         self._target = Path(os.path.realpath(path))  # if `path` is a link, its target is written, and the link stays
         try:
             self._file, self._new = _opened(self._target, path)
@@ -70,7 +70,7 @@ class OutputLines:
 
     def _read(self) -> None:
         self._file.seek(0)
-        if self._file.read(1) not in (b"", b"{"):  # one byte: another file's first line may be gigabytes long
+        if self._file.read(1) not in (b"", b"{"):  # reads one byte: a wrong file's first line may be gigabytes long
             raise SettingsError(f"{self.path} holds no completions: {_ELSE}")
         self._file.seek(0)
         # Reads through the locked descriptor, since closing another descriptor of the file would release some kinds of locks.
@@ -97,16 +97,16 @@ class OutputLines:
             self.done[number] = item["input"]
             if isinstance(options := item.get("options"), dict):
                 self.options.add(json.dumps(options))
-            self._counts[number] = place
+            self._valid[number] = place
         elif number not in self.done:
             self.failed[number] = item["input"], str(item["error"])
-            self._counts[number] = place
+            self._valid[number] = place
 
     def check(self, line: InputLine) -> bool:
-        """Whether the prompt in `line` is already completed. A prompt that failed is not, and its text may have changed since.
+        """Whether the prompt in `line` is already completed. False for a prompt that failed, whose text may have changed since then.
 
         Raises:
-            SettingsError: another prompt is completed under this number.
+            SettingsError: the completed prompt with this number is another prompt.
         """
         mark = self.done.get(line.number)
         if mark is not None and mark != line.mark:
@@ -165,7 +165,7 @@ class OutputLines:
         several = {number: places for number, places in self._places.items() if len(places) > 1}
         if not several:
             return
-        instead = {places[0]: self._counts[number] for number, places in several.items()}
+        instead = {places[0]: self._valid[number] for number, places in several.items()}
         dropped = {place for places in several.values() for place in places[1:]}
         draft = self._target.with_name(f".{self._target.name}.merging")
         draft.unlink(missing_ok=True)  # left by a killed run
@@ -210,7 +210,7 @@ class OutputLines:
         except OSError as problem:
             raise SettingsError(
                 f"{self.path} cannot be written anew ({problem.strerror}): all completions are in it, but prompts that had failed have "
-                "their old lines, too. The same command tries it again"
+                "their old lines, too. Run the same command again"
             ) from problem
         finally:
             self._end()

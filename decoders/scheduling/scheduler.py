@@ -30,11 +30,11 @@ from .queue import Waiting
 
 log = logging.getLogger("decoders")
 
-_FORKED = "the scheduler belongs to the process that this one was forked from: make one in this process"
+_FORKED = "the scheduler belongs to the process from which this process was forked: create another scheduler here"
 
-#: If no request runs, the first requests wait for others to share steps with, until no request has come for this many seconds.
+#: If no request runs, the first requests wait for further requests, to share steps, until none has come for this many seconds.
 GATHERING = 0.002
-#: Greatest number of seconds that the first requests wait for others.
+#: Greatest number of seconds that the first requests wait for further requests.
 LONGEST_GATHERING = 0.05
 #: A scheduler with `first` uses the model for this many times as long as all other users of the model together.
 FIRST_SHARE = 2
@@ -52,14 +52,14 @@ class Scheduler:
 
     Args:
         model: the model; the scheduler enables it if it is not enabled yet.
-        tokenizer: as in :func:`decoders.enable`; prompts that are text need it.
+        tokenizer: as in :func:`decoders.enable`; required for prompts that are text.
         strategy, strategy_config: as in ``generate``, for requests without a strategy.
         rows: greatest number of requests decoded at once.
         slots: greatest number of tokens of a request, prompt and new tokens together.
         queue: greatest number of requests that wait.
         longest_pause: seconds per step by which prefilling a prompt may delay the requests that are being decoded.
-        first: whether this scheduler goes before other schedulers and calls on the model. While it has work, all others together get a
-            third of the time. If False, all take turns.
+        first: whether this scheduler has priority over other schedulers and calls on the model. While it has work, the others together
+            get a third of the time. If False, all take turns.
         defaults: arguments of ``generate`` for requests that do not set them.
 
     Raises:
@@ -115,7 +115,7 @@ class Scheduler:
             prompt: text, or token ids ``[P]`` or ``[1, P]``.
             priority: requests with a higher priority go first; ties are served in order of arrival.
             deadline: seconds from now after which an unfinished request ends with a DeadlineError; None for no deadline.
-            wait: whether to wait for room in a full queue. Callbacks in the decoding thread, which makes the room, do not wait.
+            wait: whether to wait for room in a full queue. Callbacks that run in the decoding thread, which makes room, never wait.
             top_logprobs: number of likeliest tokens whose log-probabilities to return besides each new token's own, in
                 :attr:`Generation.logprobs`; 0 or more; None for no log-probabilities.
             cache_salt: requests with different salts share nothing that reveals their texts: neither keys and values of common
@@ -128,7 +128,7 @@ class Scheduler:
             SettingsError, InputError: a wrong value. Errors of ``generate`` for the arguments are raised as they are.
         """
         refuse_misspelt(arguments, self.submit)
-        check_number("priority", priority, "a number (higher ones go first, 0 is the default)")
+        check_number("priority", priority, "a number (higher numbers go first, 0 is the default)")
         if deadline is not None:
             check_number("deadline", deadline, "a number of seconds from now, or None for no deadline")
         check_salt(cache_salt)
@@ -220,7 +220,7 @@ class Scheduler:
         tokens = len(call.request.prompts[0]) + call.request.new_tokens
         if tokens > self.slots:
             raise ContextLengthError(
-                f"{amount(len(call.request.prompts[0]), 'prompt token')} plus {call.request.new_tokens} new ones exceed the "
+                f"{amount(len(call.request.prompts[0]), 'prompt token')} plus {call.request.new_tokens} new tokens exceed the "
                 f"{self.slots} slots of a row: ask for fewer tokens, or give the Scheduler more slots="
             )
         call.engine.target.check_lengths(tokens, self.rows)
@@ -228,7 +228,7 @@ class Scheduler:
 
     @contextmanager
     def _comes(self) -> Iterator[None]:
-        """A context in which one more request is being prepared for the queue (`_coming`)."""
+        """A context in which a request is prepared; `_coming` counts the requests that are being prepared for the queue."""
         with self._changed:
             self._coming += 1
         try:
@@ -272,7 +272,7 @@ class Scheduler:
             return bool(self._waiting or self.running or not self._closing)
 
     def _turn(self) -> None:
-        """Runs one round. With `first`, runs rounds for :data:`FIRST_SHARE` times as long as the scheduler has waited for the model."""
+        """Runs one round. With `first`, runs rounds for :data:`FIRST_SHARE` times the time that the scheduler waited for the model."""
         self._gather()
         if not self.first:
             self._round()
@@ -294,7 +294,7 @@ class Scheduler:
         now = time.monotonic()
         over = []
         with self._changed:
-            # At other times no waiting request has to end here: `Generation.cancel` itself removes its request from the queue.
+            # Before `expiry` no deadline has passed, and cancelled requests have left the queue: `_cancel` removes them.
             if now >= self._waiting.expiry or self._closing:
                 over = self._waiting.take_over(now)
                 self._changed.notify_all()

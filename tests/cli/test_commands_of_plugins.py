@@ -132,7 +132,7 @@ def test_a_command_of_the_laboratory_says_where_it_is(command: str) -> None:
     ("commands", "said"),
     [
         ([weigh], "must return a dict of functions by name, not list"),
-        ({"Weigh": weigh}, "is called like 'weigh', or 'bench weigh'"),
+        ({"Weigh": weigh}, "name must be like 'weigh', or 'bench weigh'"),
         ({"bench weigh all": weigh}, "or 'bench weigh' in a group, not"),
         ({"weigh": "weigh"}, "must be a function, not 'weigh'"),
         ({"weigh": lambda: None}, "has no docstring"),

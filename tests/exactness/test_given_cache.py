@@ -205,7 +205,7 @@ def _uneven(model: PreTrainedModel) -> Cache:
     [
         (lambda model: {"past_key_values": ()}, InputError, r"must be a cache of transformers \(DynamicCache.*not a tuple"),
         (lambda model: {"past_key_values": cache_of(model), "cache": cache_of(model)}, SettingsError, "give only one beginning"),
-        (lambda model: {"cache": cache_of(model, 2)}, InputError, "cache holds 2 rows, for 1 prompt"),
+        (lambda model: {"cache": cache_of(model, 2)}, InputError, "cache holds 2 rows for 1 prompt"),
         (lambda model: {"cache": cache_of(model, count=24)}, ContextLengthError, "24 tokens and cache holds 24"),
         (lambda model: {"cache": cache_of(enabled("deepseek_v3"))}, InputError, "2 heads of width 8: was it made by another"),
         (lambda model: {"cache": _shorter(model)}, UnsupportedError, "keys of 5 of its 17 tokens.*attends to 17"),

@@ -179,7 +179,7 @@ def test_in_low_precision_no_step_runs_the_last_vector_again() -> None:
             r"inputs_embeds \[1, 24, 32\]: a mask must be \[1, 24\]",
         ),
         ({"cache": "of three"}, SettingsError, "cache and inputs_embeds"),
-        ({"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "inputs_embeds does not hold them"),
+        ({"strategy": TokenRecycling(prompt_logits=True)}, UnsupportedError, "inputs_embeds holds no token ids"),
         ({"strategy": "speculative", "assistant_model": "a draft"}, UnsupportedError, "prompt has no token ids: pass"),
     ],
     ids=["flat", "list", "mask", "cache", "reads prompts", "draft model"],

@@ -108,9 +108,9 @@ def test_hints_of_merged_strategies_go_to_those_that_take_them(llama: PreTrained
 def test_a_hint_that_a_strategy_has_no_use_for_is_refused(llama: PreTrainedModel) -> None:
     for hint in HINTS[:3]:
         value = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.3}.get(hint, 3)
-        with pytest.raises(UnsupportedError, match=f"{hint}=.* means nothing to strategy 'prompt_lookup'"):
+        with pytest.raises(UnsupportedError, match=f"{hint}=.* does not apply to strategy 'prompt_lookup'"):
             llama.generate(**prompts(), **CALL, **{hint: value})
-    with pytest.raises(UnsupportedError, match="take 'prompt_lookup'"):
+    with pytest.raises(UnsupportedError, match="choose the strategy 'prompt_lookup'"):
         llama.generate(**prompts(), **(CALL | {"strategy": "autoregressive"}), prompt_lookup_num_tokens=3)
 
 
@@ -125,7 +125,7 @@ def test_what_older_versions_put_into_every_config_says_nothing(llama: PreTraine
 
 
 def test_a_setting_given_twice_is_refused_unless_both_agree(llama: PreTrainedModel) -> None:
-    with pytest.raises(SettingsError, match="are one setting"):
+    with pytest.raises(SettingsError, match="set the same setting"):
         llama.generate(**prompts(), **CALL, prompt_lookup_num_tokens=3, strategy_config={"length": 4})
     llama.generate(**prompts(), **CALL, prompt_lookup_num_tokens=3, strategy_config={"length": 3})
     with pytest.raises(SettingsError, match="already holds its settings"):
@@ -170,7 +170,7 @@ IDS = torch.arange(3, 11)[None]
         (dict(strategy_config=[1]), SettingsError, r"strategy_config must be a dict of settings, .* not \[1\]"),
         (dict(strategy_config="length"), SettingsError, "strategy_config must be a dict"),
         (dict(strategy_config={1: 2}), SettingsError, "the key 1"),
-        (dict(strategy_config={"prompt_lookup": {"length": 3}}), SettingsError, "stand in the dict itself"),
+        (dict(strategy_config={"prompt_lookup": {"length": 3}}), SettingsError, "must contain the settings themselves"),
         (dict(decoders_config=5), SettingsError, "decoders_config must be a dict"),
         (dict(decoders_config={"slots": 10**13, "compile": False}), DecodersError, "no memory for the key-value cache"),
         (dict(seed="7"), SettingsError, "seed must be a whole number, not '7'"),

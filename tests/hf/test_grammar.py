@@ -308,7 +308,7 @@ def test_a_compiled_grammar_can_be_given(model, tokenizer):
     assert isinstance(ready, CompiledGrammar)
     out = run(model, grammar=ready)
     assert out.report.grammars[0].source == "given" and re.fullmatch("[ab]{4}", texts(tokenizer, out)[0])
-    with pytest.raises(UnsupportedError, match=r"stop tokens \[1\]; this call has 288 and \[1, 5\]"):
+    with pytest.raises(UnsupportedError, match=r"stop tokens \[1\]; this call has 288 tokens and stop tokens \[1, 5\]"):
         run(model, grammar=ready, eos_token_id=[1, 5])
 
 

@@ -96,7 +96,7 @@ def test_auto_chooses_it_and_the_tokens_stay_the_same() -> None:
     assert out.sequences.tolist() == plain.tolist() == before.sequences.tolist()
 
 
-@pytest.mark.parametrize(("cls", "reason"), [(Lossy, "not exact"), (Attentive, "declare `rests = True`")])
+@pytest.mark.parametrize(("cls", "reason"), [(Lossy, "must be exact"), (Attentive, "declare `rests = True`")])
 def test_what_auto_cannot_use_is_refused_where_it_is_registered(cls: type[Strategy], reason: str) -> None:
     with pytest.raises(PluginError, match=f"{cls.__name__}.auto_place.*{reason}"):
         registry().register(Plugin(cls), "mine")

@@ -85,7 +85,7 @@ def fails(form: Form) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [(fails, "function for Form objects.*KeyError: 'no such field'"), (lambda form: None, "made no grammar")],
+    [(fails, "function for Form objects.*KeyError: 'no such field'"), (lambda form: None, "returned None for")],
 )
 def test_a_function_that_fails_is_told_by_its_type(function: Any, reason: str) -> None:
     registry().register(Plugin({Form: function}), "forms")
@@ -98,9 +98,9 @@ def test_a_function_that_fails_is_told_by_its_type(function: Any, reason: str) -
     [
         ([Form], "must return a dict"),
         ({3: of_form}, "a type or its full name"),
-        ({Form: "x"}, "must be a function"),
-        ({dict: of_form}, "grammar= reads 'dict'"),
-        ({"builtins.type": of_form}, "reads 'type'"),
+        ({Form: "x"}, "needs a function"),
+        ({dict: of_form}, "cannot claim 'dict'"),
+        ({"builtins.type": of_form}, "cannot claim 'type'"),
     ],
 )
 def test_what_is_no_type_or_function_is_refused(types: Any, reason: str) -> None:

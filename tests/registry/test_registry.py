@@ -246,7 +246,7 @@ def test_a_plugin_that_cannot_be_imported_names_its_own_line(
 def test_an_entry_point_that_names_no_module_is_listed_with_its_value(monkeypatch, value: str) -> None:
     points = [metadata.EntryPoint("broken", value, "decoders")]
     monkeypatch.setattr(metadata, "entry_points", lambda group: points)
-    assert f"its entry point {value!r} is neither a module nor" in str(status_of("broken", registry()).error)
+    assert f"the entry point {value!r} is neither a module nor" in str(status_of("broken", registry()).error)
     assert _state(points) != _state(())
 
 
@@ -290,7 +290,7 @@ ODD: tuple[dict[str, Any], ...] = (
         ),
         (
             plugin_with(strategy_named("odd", obsrve=lambda self, state, step: None)),
-            "obsrve means nothing to decoders.Strategy. Did you mean 'observe'",
+            "obsrve is not an attribute of decoders.Strategy. Did you mean 'observe'",
         ),
         (plugin_with(strategy_named("odd", need_assistant=True)), "Did you mean 'needs_assistant'"),
         (plugin_with(BadSettings), "settings_class"),
@@ -300,7 +300,7 @@ ODD: tuple[dict[str, Any], ...] = (
             plugin_with(verifiers=(type("Set", (Coupled,), {"name": "set", "settings_class": Widths}),)),
             "have a default",
         ),
-        (plugin_with(strategy_named("twin"), strategy_named("twin")), "two of its strategies"),
+        (plugin_with(strategy_named("twin"), strategy_named("twin")), "two of the plugin.s strategies"),
         (hooking("decoders_verifiers", lambda self: Coupled), "decoders_verifiers must return an iterable of classes"),
         (plugin_with(verifiers=(PromptLookup,)), "PromptLookup is not a subclass of decoders.Verifier"),
         (plugin_with(verifiers=(Coupled(),)), "Coupled.* is not a subclass of decoders.Verifier"),
@@ -309,7 +309,7 @@ ODD: tuple[dict[str, Any], ...] = (
         (plugin_with(verifiers=(Tuned,)), "Tuned must be made without arguments.*'threshold'"),
         (
             plugin_with(verifiers=(verifier_named("twin"), verifier_named("twin"))),
-            "two of its verifiers are named 'twin'",
+            "two of the plugin's verifiers are named 'twin'",
         ),
         (plugin_with(strategy_named("sound"), verifiers=(int,)), "builtins.int is not a subclass of decoders.Verifier"),
     ],
@@ -509,5 +509,5 @@ def test_a_class_registered_as_a_plugin_is_told_from_an_object():
         def decoders_strategies(self):
             return []
 
-    with pytest.raises(PluginError, match=r"House is a class: give an object of it, House\(\)"):
+    with pytest.raises(PluginError, match=r"House is a class: register an object, House\(\)"):
         registry().register(House, "house")

@@ -39,7 +39,7 @@ def is_refused(call: Callable[[], Any]) -> bool:
     try:
         call()
     except CancelledError as error:
-        return "belongs to the process that this one was forked from: make one in this process" in str(error)
+        return "belongs to the process from which this process was forked: create another" in str(error)
     return False
 
 

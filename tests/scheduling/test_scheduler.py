@@ -626,7 +626,7 @@ def test_what_makes_no_sense_is_said_to_who_submits_it(
         (dict(longest_pause="x"), SettingsError, "longest_pause must be more than 0 seconds, not 'x'"),
         (dict(longest_pause=float("nan")), SettingsError, "longest_pause"),
         (dict(strategy="nope"), UnknownNameError, "Choose from: .*autoregressive"),
-        (dict(strategy=None), SettingsError, "a strategy is needed"),
+        (dict(strategy=None), SettingsError, "there is no strategy"),
         (dict(strategy="ngram", strategy_config={"nope": 1}), SettingsError, "nope"),
         (dict(max_new_tokenz=3), UnsupportedError, "max_new_tokenz"),
         (dict(num_beams=2), UnsupportedError, "num_beams"),

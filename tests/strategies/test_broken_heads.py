@@ -136,8 +136,8 @@ def test_an_index_of_weights_that_is_none_is_said_to_be(text: str, folder_of: Ca
     "changes, error, message",
     [
         (dict(d2t=lambda t: t + 500), UnsupportedError, "d2t and t2d name different tokens of the target"),
-        (dict(d2t=lambda t: t + 500, t2d=None), UnsupportedError, "names tokens outside of 0 … 127, or one twice"),
-        (dict(d2t=lambda t: t[:0], t2d=None), UnsupportedError, "d2t is [0], not a list of one entry or more"),
+        (dict(d2t=lambda t: t + 500, t2d=None), UnsupportedError, "names tokens outside of 0 … 127, or a token twice"),
+        (dict(d2t=lambda t: t[:0], t2d=None), UnsupportedError, "a 1-D tensor with at least one entry, not [0]"),
         (dict(d2t=None, t2d=lambda t: ~t | t), SettingsError, "d2t and t2d name 128 tokens, but draft_vocab_size"),
         (dict(d2t=None, t2d=lambda t: t & ~t), UnsupportedError, "t2d names no token of the target"),
         (

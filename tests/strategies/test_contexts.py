@@ -43,7 +43,7 @@ def test_every_attribute_may_be_given_and_no_other() -> None:
 def test_what_exists_in_a_call_only_says_so() -> None:
     made = context()
     for part in (made.draft, made.strategy, made.embed, made.head, made.module, made.first_layers):
-        with pytest.raises(UnsupportedError, match="made by hand"):
+        with pytest.raises(UnsupportedError, match="created outside a call"):
             part(None)
 
 

@@ -111,7 +111,7 @@ def test_clients_that_are_kept_apart_share_what_was_given() -> None:
 def test_texts_are_bounded_and_what_was_cut_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decoders.hf.wrapper.GIVEN_TOKENS", 10)
     model = decoders.enable(tiny_model("llama"))
-    with pytest.warns(UserWarning, match="it dropped the 12 least recently used ones"):
+    with pytest.warns(UserWarning, match="dropped 12 tokens of the least recently used texts"):
         decoders.remember(model, texts=[[3] * 5, [4] * 5, list(range(12))])
     decoders.remember(model, texts=[list(range(2, 12))])  # the same, as it is kept
     (kept,) = decoders.memories(model).values()
@@ -127,7 +127,7 @@ def test_texts_that_are_none_are_told() -> None:
         ([5], r"texts\[0\] is neither a text nor a list of token ids"),
         ([[1], ["a"]], r"texts\[1\] is neither"),
         ([[1 << 40]], r"texts\[0\] is neither"),
-        ([[1, 2], [3, size]], rf"texts\[1\] has token ids that the model does not have: they are 0 to {size - 1}"),
+        ([[1, 2], [3, size]], rf"texts\[1\] has token ids outside of the model's ids, 0 to {size - 1}"),
     ]:
         with pytest.raises(SettingsError, match=said):
             decoders.remember(model, texts=texts)

@@ -101,7 +101,7 @@ def test_settings_of_a_call_are_checked_and_reported():
         model.generate(ids, verifier="typical", verifier_config={"epsilom": 0.2}, **options)
     with pytest.raises(SettingsError, match="verifier 'rejection' has no settings"):
         model.generate(ids, verifier="rejection", verifier_config={"epsilon": 0.2}, **options)
-    with pytest.raises(SettingsError, match="beside a verifier object"):
+    with pytest.raises(SettingsError, match="with a verifier object"):
         model.generate(ids, verifier=TypicalAcceptance(), verifier_config={"epsilon": 0.2}, **options)
 
 
