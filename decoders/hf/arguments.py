@@ -212,12 +212,14 @@ def refuse_arguments(
         value = given(name)
         if refused(value):
             where = "" if kwargs.get(name) is not None else of_config(name)
-            raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {advice}.{where}")
+            raise UnsupportedError(f"{name}={shown(value)} cannot be combined with a strategy: {advice}.{where}")
     known = PLAIN | takes
     for name, value in kwargs.items():
         refuse_meta(name, value)
         if name not in known and value is not None and not IDLE.get(name, lambda _: False)(value):
-            raise UnsupportedError(f"{name}={shown(value)} does not go with strategy=: {_meant(name, value, known)}")
+            raise UnsupportedError(
+                f"{name}={shown(value)} cannot be combined with a strategy: {_meant(name, value, known)}"
+            )
     for name in _WHOLE_NUMBERS:
         value = given(name)
         if value is not None and not _is_whole(value):

@@ -141,5 +141,5 @@ def refuse_adapter_names(model: PreTrainedModel) -> None:
         for module, number in hooked:
             remove_hooks(module, [number])
         raise UnsupportedError(
-            f"adapter_names={shown(names)} does not go with strategy=: {REFUSED['adapter_names'][1]}."
+            f"adapter_names={shown(names)} cannot be combined with a strategy: {REFUSED['adapter_names'][1]}."
         )

@@ -123,7 +123,7 @@ def conversation(kept: Kept, service: Service, body: ResponseBody, arrival: Arri
 
 
 def start(kept: Kept, service: Service, body: TurnBody, arrival: Arrival) -> Response:
-    """Submits a request's choice and returns the answer. Raises Refusal, and the errors of :meth:`decoders.Scheduler.submit`."""
+    """Submits `body` to the scheduler and returns the response to be written. Raises Refusal, and errors of ``Scheduler.submit``."""
     return Response(kept, service, body, *submitted(service, body, arrival, "resp_"))
 
 

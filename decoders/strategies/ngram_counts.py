@@ -176,7 +176,7 @@ class NgramCounts:
 
 
 def _score(count: int, total: int, back: int) -> int:
-    """``count / total`` times :data:`BACK_OFF` to the power of `back`, rounded down in the same way as the tensors in :mod:`.ngram`."""
+    """``count / total * BACK_OFF**back`` in units of ``2**-SCORE_BITS``, rounded down. :mod:`.ngram` computes the same on tensors."""
     score = count / total
     for _ in range(back):
         score = BACK_OFF * score

@@ -72,7 +72,7 @@ class Teacher:
         """The target's results for all rows of `texts`, computed in one pass.
 
         Args:
-            stops: end-of-sequence ids. In text that the model wrote, positions from an end of sequence on are excluded.
+            stops: end-of-sequence ids. In text that the model wrote, they and all positions after them are left out of the loss.
             ids: ``[D]``, the tokens that can be drafted; None: all.
         """
         model, read = self.model, texts.ids.to(self.model.device)

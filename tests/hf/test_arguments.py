@@ -203,7 +203,7 @@ IDS = torch.arange(3, 11)[None]
         (dict(repetition_penalty="1.2"), SettingsError, "repetition_penalty must be a number above 0, not '1.2'"),
         (dict(max_time="1"), SettingsError, "max_time must be a number of seconds, not '1'"),
         (dict(suppress_tokens=5), SettingsError, "suppress_tokens must be a list of token ids, not 5"),
-        (dict(wombat=3), UnsupportedError, "wombat=3 does not go with strategy="),
+        (dict(wombat=3), UnsupportedError, "wombat=3 cannot be combined with a strategy"),
         (
             dict(compile=False),
             UnsupportedError,

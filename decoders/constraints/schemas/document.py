@@ -200,5 +200,5 @@ _UNTIL = {"dependencies": 2018, "$recursiveRef": 2019}
 
 
 def known(keyword: str, year: int) -> bool:
-    """Whether the draft of `year` defines `keyword`; True for names that no draft defines."""
+    """Whether the draft of JSON Schema from `year` defines `keyword`; True for names that no draft defines."""
     return _SINCE.get(keyword, 0) <= year <= _UNTIL.get(keyword, year)

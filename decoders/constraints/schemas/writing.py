@@ -46,7 +46,7 @@ class Writer(Rules):
         return alt(*alternatives)
 
     def scalars(self, shapes: Shapes, suffix: str = "") -> list[Expr]:
-        """Expressions for null, true, false and the numbers of `shapes`, each followed by a match of the regex `suffix`."""
+        """Expressions for what `shapes` allows of null, true, false and numbers, each followed by a match of the regex `suffix`."""
         alternatives: list[Expr] = [text(unit + suffix) for unit in ("null", "true", "false") if unit in shapes.units]
         written = [(one, number_text.expression(one)) for one in shapes.numbers]
         plain = "|".join(expression for _, expression in written if expression)

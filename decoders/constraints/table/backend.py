@@ -48,7 +48,7 @@ class MaskedAutomaton:
         transitions: NDArray[np.int32], byte_class: NDArray[np.int64], accepting: NDArray[np.bool_], start: int,
         masks: StateMasks,
     ) -> MaskedAutomaton:  # fmt: skip
-        """The automaton with these arrays (``[S, C]``, ``[256]``, ``[S]``) and masks, plus the state after a stop token."""
+        """The automaton with these arrays (``[S, C]``, ``[256]``, ``[S]``) and masks, and one more state: after a stop token."""
         next = np.concatenate([transitions, np.zeros((1, transitions.shape[1]), np.int32)])
         mask_of = np.concatenate([masks.of, [masks.stops]])
         return MaskedAutomaton(

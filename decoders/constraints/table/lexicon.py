@@ -222,7 +222,7 @@ class Lexicon:
 
     @cached_property
     def trie(self) -> Trie:
-        """A trie of all spellings."""
+        """A trie of the bytes of all tokens."""
         plain = [len(text) - len(self.rests[rest]) for text, rest in zip(self.texts, self.rest.tolist(), strict=True)]
         return Trie.of(self.texts, self.tokens.astype(np.int32), np.array(plain, np.int64))
 

@@ -93,7 +93,7 @@ class MaskRows:
         return torch.from_numpy(masks)
 
 
-#: Depth of the first partition in bytes; it is doubled as needed.
+#: Depth in bytes of the first partition of states (:class:`EquivalentStates`). Deeper partitions have twice the depth of the last.
 FIRST = 4
 
 

@@ -55,7 +55,9 @@ class Lane:
         self._sees = request.multimodal is not None
         if request.strategy.reads_prompt and (self._sees or not request.strategy.rebatches):
             capacity = 1
-        request = replace(request, multimodal=None)  # images are large, and the lane may live longer than the request
+        request = replace(
+            request, multimodal=None
+        )  # drops the images, which are large: the lane may outlive the request
         self.engine, self.template, self.capacity = engine, request, capacity
         self.stack = ExitStack()
         self.batch = batch = Batch(engine, request, capacity)

@@ -93,7 +93,7 @@ class Outcome:
         return Outcome(*(figures[first : first + count] for figures in vars(self).values()))
 
     def put(self, first: int, part: Outcome) -> None:
-        """Writes `part` over the outcome of the same number of rows, from row `first` on."""
+        """Replaces the outcome of as many rows as `part` has, from row `first` on, by `part`."""
         for name, figures in vars(part).items():
             getattr(self, name)[first : first + len(figures)] = figures
 

@@ -213,7 +213,7 @@ def graphs_compiled() -> int:
 
 
 def compiled_region(function: Callable) -> Callable:
-    """Returns `function` as a nested region, so that equal calls share a graph. By default, torch raises at the ninth graph."""
+    """Returns `function` as a nested region, so that equal calls share a graph, without torch's limit of eight graphs per region."""
     region: Any = torch.compiler.nested_compile_region
     bound = "max_reuse_entries" in signature(region).parameters
     return region(function, **({"max_reuse_entries": 1 << 20} if bound else {}))
@@ -316,7 +316,7 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
         return
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index
-    with suppress(RuntimeError):  # raised if the allocator already knows
+    with suppress(RuntimeError):  # raised if torch has told the allocator before
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
 

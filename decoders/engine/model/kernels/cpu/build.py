@@ -44,7 +44,7 @@ FLAGS = (
 
 
 def machine() -> str:
-    """The kind of this machine, by its name in :data:`VARIANTS`."""
+    """The architecture of this machine's processor: "x86_64", "aarch64", or the system's name for another one."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
