@@ -30,7 +30,7 @@ from ..session import Session
 from ..sessions import reorder, take_over
 from .core import DraftCore
 from .counts import DraftCounts
-from .shared_slots import SharedSlots, fits
+from .shared_slots import SharedSlots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,8 +76,8 @@ class ModelDrafter(Drafter):
         self.mask_token = getattr(target.model.config, "pard_token", None)
         self._tiers = self.engine.forward_pass.tiers.steady_tiers(batch.request.runtime.compile)
         slots = (above.longest if target.static else context.slots) + 2 * ahead
-        layouts = target.layout, batch.engine.target.layout
-        shared = context.level == 0 and batch.engine.is_part(model) and fits(*layouts)
+        same = target.layout == batch.engine.target.layout[: len(target.layout)]
+        shared = context.level == 0 and batch.engine.is_part(model) and same
         self._unread: tuple[list[int], list[int]] | None = (
             None  # before the prefill: lengths of the prompts, and numbers of reusable tokens
         )

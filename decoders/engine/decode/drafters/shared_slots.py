@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ...model.blocks import Blocks
-from ...model.cache import LayerSpec
 from ...model.target import Target
 from ..rows import Rows
 from ..session import Session
@@ -72,12 +71,3 @@ class SharedSlots(Session):
     def grow(self, slots: int) -> None:
         self.owner.grow(slots)
         self.follow()
-
-
-def fits(layout: list[LayerSpec], owner: list[LayerSpec]) -> bool:
-    """Whether layers of `layout` store keys and values in the same format as the first layers of `owner`."""
-
-    def shape(spec: LayerSpec) -> tuple:
-        return spec.key_heads, spec.key_dim, spec.value_heads, spec.value_dim, spec.dtype, spec.device
-
-    return list(map(shape, layout)) == list(map(shape, owner[: len(layout)]))
