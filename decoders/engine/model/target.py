@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -232,6 +233,8 @@ class Target:
     def uncompiled(self) -> str | None:
         """Why no pass can be compiled; None if passes can be compiled."""
         name = type(self.model).__name__
+        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+            return "the environment has TORCH_COMPILE_DISABLE=1"
         if self.recurrent:
             return f"{name} keeps recurrent states: its blocks run level by level, so every shape of tree would need another graph"
         if not devices.compiles(self.device):

@@ -356,7 +356,9 @@ def test_generate_many_takes_images() -> None:
 
 def test_text_models_take_no_images() -> None:
     model = decoders.enable(tiny_model("llama"))
-    with pytest.raises(UnsupportedError, match=r"pixel_values=a tensor \[1, 3, 28, 28\] cannot be combined with a strategy"):
+    with pytest.raises(
+        UnsupportedError, match=r"pixel_values=a tensor \[1, 3, 28, 28\] cannot be combined with a strategy"
+    ):
         model.generate(
             torch.ones(1, 3, dtype=torch.int64), strategy="autoregressive", pixel_values=torch.ones(1, 3, 28, 28)
         )
