@@ -505,8 +505,8 @@ def test_ngram_table_is_trained_and_used(checkpoint: str, tmp_path: Path) -> Non
         (["t.safetensors"], "has no BOS token: give files with --prompts"),
         (["t.safetensors", "--prompts", "empty.txt"], "empty.txt is empty"),
         (["t.safetensors", "--prompts", "none.txt"], "none.txt cannot be read: No such file"),
-        (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0, and finite, not 0"),
-        (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0, and finite, not nan"),
+        (["t.safetensors", "--prompts", "a.txt", "--temperature", "0"], "must be above 0 and finite, not 0"),
+        (["t.safetensors", "--prompts", "a.txt", "--temperature", "nan"], "must be above 0 and finite, not nan"),
         (["t.safetensors", "--prompts", "a.txt", "--seed", str(2**63)], "Invalid value for '--seed'"),
         (["pipe", "--prompts", "a.txt"], "pipe cannot be read: it is not a regular file"),
         (
