@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def _outside_a_call(*args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
-        "this Context was created outside a call: only the Context that `start` gets has draft models, heads and strategies by name"
+        "this Context was created outside a call: only a call's has draft models, the target's layers and head, and strategies by name"
     )
 
 

@@ -94,7 +94,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def extend(self) -> Expansion:
-        """Runs one forward pass, appends the draft model's next token to every row, and returns the appended tokens; ``C`` is 1."""
+        """Runs one pass, appends the draft model's next token to every row, and returns it with its log-probability; ``C`` is 1."""
 
     @abstractmethod
     def advance(self) -> Advance:
@@ -232,7 +232,7 @@ class DraftVocabulary:
         self, logits: Tensor, count: int, plan: SamplingPlan | None, sampling: SamplingInputs | None, positions: Tensor,
         keep_scores: bool = False,
     ) -> Expansion:  # fmt: skip
-        """The `count` best continuations of every node, as the target's ids. In sampling, their scores include the target's noise.
+        """The `count` best continuations of every node, as the target's ids; in sampling, by scores plus the target's noise.
 
         Args:
             logits: ``[B, Q, D]``, the drafter's logits.

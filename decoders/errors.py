@@ -18,11 +18,11 @@ class DecodersError(Exception):
 
 
 class UnknownNameError(DecodersError, ValueError):
-    """No strategy, verifier or other object has the given name."""
+    """No strategy, verifier, setting or other object has the given name."""
 
     def __init__(self, kind: str, name: str, choices: Iterable[str], hint: str = ""):
         choices, (plain, bracket, _) = sorted(choices), name.partition("[")
-        if bracket and kind in ("strategy", "verifier"):  # only `decoders bench` takes "name[setting=value]"
+        if bracket and kind in ("strategy", "verifier"):  # the notation of `decoders bench` and `decoders demo`
             hint = f"Pass its settings in {kind}_config=" + (" or --set." if kind == "strategy" else ".")
         super().__init__(f"Unknown {kind} {name!r}. {suggest(plain, choices)} {hint}".rstrip())
         self.kind, self.name, self.choices = kind, name, choices

@@ -96,7 +96,7 @@ class Strategy(Configured, ABC):
         misses_steps: whether the loop may also skip `observe` after steps without the strategy's draft. Useful if `observe` is slow.
         timed: whether its drafts depend on the clock, so that equal calls may draft differently. The output tokens are the same.
         rows_apart: whether a row's drafts depend on this row alone. If False, rows learn from each other, or share a budget or random
-            numbers. If True, the conformance kit compares a row's drafts in a batch with its drafts alone. The output is the same.
+            numbers. If True, the conformance kit compares a row's drafts in a batch and alone. The output is always the same.
         needs_grammar: whether a call must have ``grammar=``. All strategies accept ``grammar=``.
         on_device: whether `propose` and `observe` never wait for the device, copy no data from the host, keep all shapes, and change
             only the contents of tensors. Whole steps can then be recorded (CUDA graphs) and replayed. The conformance kit checks

@@ -312,7 +312,7 @@ def take_turns(
 
 
 def _left(entries: Sequence[Competitor], number: int, texts: int) -> float:
-    """Expected remaining seconds before the warm-up of ``entries[number]``, compiling included. A method is assumed to take as long as
+    """Expected seconds from the warm-up of ``entries[number]`` to the end, compiling included. A method is assumed to take as long as
     earlier methods of its kind (ours, or transformers'); infinite if a kind has no earlier method. texts: as in :func:`warm_up`.
     """
     done = [(entry.method.ours, entry.warmup) for entry in entries[:number] if entry.warmup is not None]

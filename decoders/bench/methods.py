@@ -95,7 +95,7 @@ class Method:
         name: a strategy's registry name (``a+b`` if merged) with the settings as written, or ``transformers…``.
         dtype: dtype of the weights.
         arguments: arguments of ``generate``.
-        ours: whether the method is a registered strategy; false for transformers' methods and other engines.
+        ours: whether the method is a strategy; false for transformers' methods and other engines.
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave, for the record.
         impossible: why it cannot run at all; "" if it can.

@@ -38,7 +38,7 @@ class Record:
         kind: kind of prompt.
         status: "ok", "skipped" (not supported, or no time was left) or "failed" (an error).
         reason: why there are no figures.
-        ours: whether the method is a registered strategy; false for transformers' methods and other engines.
+        ours: whether the method is a strategy; false for transformers' methods and other engines.
         exact: whether its output must equal plain decoding's.
         settings: the settings that the user gave.
         identical: whether the new tokens equal the baseline's in every row; None if there is nothing to compare with.

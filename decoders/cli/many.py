@@ -186,7 +186,7 @@ def _prompt(
 ) -> tuple[Prompt, Any]:  # fmt: skip
     """Returns the line's prompt with its arguments, or an error if the line has no valid prompt. Also returns the line's id.
 
-    With ``--seed``, the seed of a prompt is the sum of this seed and the line's number, so it is the same in every run.
+    With ``--seed``, a line without a seed gets the sum of this seed and the line's number, the same in every run.
     """
     import json
 

@@ -149,7 +149,7 @@ class Proposals:
             grades: for nodes 1, 2, …, how sure the drafter is: integers, 0 or more.
 
         Returns:
-            for each node of the merged tree that this drafter proposes, the first index of the node's token in `tokens`.
+            for each node of the merged tree that this drafter proposes, the first index in `tokens` that became this node.
         """
         place = [0] + [-1] * len(tokens)
         siblings: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Cost curves: measured seconds of a step by its number of nodes, rows and context tokens. Reads and writes their files."""
+"""Cost curves: measured seconds of a step by nodes, rows, context tokens and tier (compiled or not). Reads and writes their files."""
 
 from __future__ import annotations
 

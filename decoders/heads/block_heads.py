@@ -262,7 +262,7 @@ class MarkovHead(BlockHead):
         return HeadScores(logits, state, self.confidence_head.proj(read)[..., 0].float().sigmoid())
 
     def _bias(self, previous: Tensor, projected: Tensor | None, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the bias and the new states. previous: ``W1[a]`` of the previous tokens. projected: result of :meth:`begin`."""
+        """Returns the bias and the new states. previous: ``W1[a]`` of the previous tokens. projected: the place's part of `begun`."""
         head, rank = self.markov_head, previous.shape[-1]
         if projected is None:
             return head.markov_w2(previous), None

@@ -240,7 +240,7 @@ def _load(
 
 
 def head_of(config: DFlashConfig, heads: tuple[type[BlockHead], ...] = HEADS) -> BlockHead | None:
-    """Creates a head of the first class in `heads` that the config describes, without weights; None if there is no head."""
+    """Creates a head of the first class in `heads` that the config describes, without weights; None if it describes none."""
     fields = config.head
     return None if fields is None else next((head for kind in heads if (head := kind.of(fields)) is not None), None)
 

@@ -287,7 +287,7 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
         widest: number of best tokens considered per head.
 
     Raises:
-        DecodersError: no head predicts any position right.
+        DecodersError: the first head's `widest` best tokens are never right.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for row, count in zip(*(t.tolist() for t in torch.unique(ranks, dim=0, return_counts=True)), strict=True):
@@ -296,7 +296,7 @@ def search_tree(ranks: Tensor, nodes: int, widest: int = 16) -> Tree:
                 break
             counts[tuple(row[: depth + 1])] += count
     if not counts:
-        raise DecodersError("no tree can be found: no head predicts any token of the calibration data right")
+        raise DecodersError(f"no tree can be found: none of the first head's {widest} best tokens is ever right")
     # Among equally frequent paths the shorter comes first, so that a parent comes before its child.
     return tuple(sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes])
 

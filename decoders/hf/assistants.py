@@ -232,7 +232,7 @@ def check_vocabulary(
     """Raises UnsupportedError unless every id means the same token in both models.
 
     Compares the tokenizers if both are known, else the sizes of the output heads. Head sizes may differ by padding: by less than
-    :data:`~decoders.hf.tokenizers.PADDING`, or by more if both heads contain all tokens of the target's tokenizer.
+    :data:`~decoders.hf.tokenizers.PADDING`, or by a small share if both heads contain all tokens of the target's tokenizer.
     """
     if draft is target:
         return

@@ -130,7 +130,7 @@ class Turn:
         return [Piece(kind, text[len(before) :], number, not before)]
 
     def part_of(self, token: TextToken, ended: bool) -> int | None:
-        """The index of the part whose text contains `token`, or None. Tokens without text at the end belong to the last part."""
+        """The index of the part whose text contains `token`, or None. Tokens without text at the end belong to the last text."""
         for number, (begin, end) in self.places.items():
             if begin <= token.begin < end or (ended and not self.calls and token.begin == token.end == end):
                 return number

@@ -91,7 +91,7 @@ class Auto(Strategy):
             refuse_unfit(strategy)
         merged = merged_traits(tuple(made.values()))
         self.declare(**{name: merged[name] for name in ("reads_prompt", "prompt_logits", "finds_layers")})
-        # A candidate without `rebatch` is started anew when the rows change. It must not read prompts, which the loop passes only once.
+        # A candidate without `rebatch` is started anew when the rows change: impossible if it reads prompts, which come only once.
         self.rebatches = all(strategy.rebatches or not strategy.reads_prompt for strategy in made.values())
         self._made = made  # set last, so that after an error above the next call raises the same error
 

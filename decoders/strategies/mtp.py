@@ -263,7 +263,7 @@ def mtp_layers(model: PreTrainedModel) -> MtpModel:
         return vars(model)[ATTRIBUTE]
     name, kind = type(model).__name__, _mtp_model()
     if not getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None):
-        raise UnsupportedError(f"{name} has no multi-token-prediction layers: its config has no num_mtp_layers")
+        raise UnsupportedError(f"{name} has no multi-token-prediction layers: its config has no num_mtp_layers above 0")
     try:
         layers = kind.from_pretrained(model, device_map={"": model.device})
     except Exception as error:  # files, keys and shapes raise many kinds of errors

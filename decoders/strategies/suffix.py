@@ -69,7 +69,7 @@ class _State:
         memory: outputs of earlier calls; empty if no outputs are kept.
         given: texts that the user passed to :func:`decoders.remember`; None if there are none.
         append_only: whether the rows' texts only grow.
-        matches: number of drafts so far.
+        matches: number of drafts of single rows that came from a match.
         matched: total length in tokens of the matches behind these drafts.
         drafted: total number of tokens in these drafts.
         used: ids in `memory` of the outputs in which a match was found.

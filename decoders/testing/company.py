@@ -93,7 +93,7 @@ class Resting(Strategy):
 
 
 def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> None:
-    """A strategy that `rests` (the loop may skip or cut its drafts) or has no `observe` writes the same tokens if drafts are cut."""
+    """A strategy that `rests` or has no `observe` writes the same tokens if its drafts are skipped, cut or replaced (``auto``)."""
     if (strategy.observes and not strategy.rests) or not strategy.exact:
         return
     name, inputs = conditions.models[0], prompts(3)

@@ -189,9 +189,7 @@ def test_greedy_tokens_are_the_same_under_every_verifier(verifier, rows):
     "strategy", [Speculative(tree="dynamic"), Threshold(tree="dynamic")], ids=["speculative", "threshold"]
 )
 def test_a_dynamic_tree_is_refused_where_something_is_drawn(model, draft, verifier, strategy):
-    with pytest.raises(
-        UnsupportedError, match=f"{strategy.name}: the nodes of a dynamic tree depend on drawn tokens.*coupled"
-    ):
+    with pytest.raises(UnsupportedError, match=f"{strategy.name}: the nodes of a dynamic tree.*coupled"):
         draw(model, strategy, verifier, draft, num_return_sequences=2)
 
 

@@ -1,7 +1,7 @@
 """Deterministic automata over characters, which check all conditions on a string at once.
 
 A condition is a regular tree (:mod:`.tree`) that the string must match, or must not match; lengths are conditions too. interegular's
-``crawl`` builds the product automaton of all conditions as an ``FSM``, until it exceeds our limits. Three parts of interegular are not
+``crawl`` builds the product automaton of all conditions as an ``FSM``, within our limits. Three parts of interegular are not
 used: FSMs of single conditions, which may be exponentially larger than the product; ``star`` and ``isdisjoint``, which are wrong
 (0.3.3) for an FSM that returns to its first state; and ``reduce``, which may take exponential time.
 """

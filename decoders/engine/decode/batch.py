@@ -326,7 +326,7 @@ class Batch:
         raise_faults(self.rows, self.culprit, f"verifier {self.report.verifier!r}")
 
     def read_rest(self) -> None:
-        """Prefills the end of the prompts, if it was left to the first step: drafters that share the target's slots read it earlier."""
+        """Prefills the end of the prompts, if it was left to the first step. Called for drafters that share the target's slots."""
         if not self.prompt_left:
             return
         starts = [max(length - 1 - self.prompt_left, 0) for length in self.lengths]

@@ -36,8 +36,8 @@ NODES: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65)
 #: Number of timed steps per size.
 REPEATS = 5
 #: Numbers of nodes to measure within a call, once per number of rows and tier (compiled or not). They are few, because the call waits.
-#: On devices that record steps (CUDA graphs), many nodes may cost as much as one. There 33 nodes are measured, too, because a step
-#: verifies at most twice the largest measured number of nodes.
+#: On devices that record steps (CUDA graphs), many nodes may cost as much as one. There 33 nodes are measured, too, because a
+#: node budget from costs is at most twice the largest measured number.
 NODES_IN_CALL: tuple[int, ...] = (1, 5, 17)
 NODES_WHERE_RECORDED: tuple[int, ...] = (*NODES_IN_CALL, 33)
 REPEATS_IN_CALL = 2

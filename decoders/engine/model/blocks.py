@@ -87,9 +87,9 @@ class PassInput(NamedTuple):
     Attributes:
         nodes: ``[B, N]`` int64 token ids; ids outside the vocabulary (-1, "no draft token") run as an arbitrary token. If `tree` has
             more than ``N`` nodes, `nodes` are the last nodes of `tree`, and earlier passes ran the nodes before them.
-        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. If a row
-            has fewer tokens than `text`, `base` is negative. Nodes before position 0 have no valid results, and their keys and values
-            go to slots at the end of the cache.
+        base: ``[B]`` int64, position and slot of the tree's node 0: keys and values go to slots ``base … base+N-1``. It is negative
+            if a row has fewer tokens before its root than `text`. Nodes before position 0 have no valid results, and their keys and
+            values go to slots at the end of the cache.
         view: ``[view]``, any values; its length is the number of slots that attention reads, at least ``base + N``.
         text: the committed tokens at the beginning of `nodes`, which get no results.
         piece: a piece of another row's prompt to prefill in this pass.

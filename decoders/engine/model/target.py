@@ -192,7 +192,7 @@ class Target:
             self.lengths.counted.check(name, longest, rows)
 
     def rope_table_of(self, length: int) -> int:
-        """The number of the rotary table for texts of `length` tokens (:class:`~decoders.engine.model.rope.RopeTables`)."""
+        """Number of the rotary table for texts of `length` tokens (:class:`~decoders.engine.model.rope.RopeTables`); 0 if only one."""
         return 0 if self.lengths.rope_tables is None else self.lengths.rope_tables.of(length)
 
     def use_rope_table(self, number: int) -> None:

@@ -218,7 +218,7 @@ class DeviceGuide(Guide):
             _ = self.automaton.forced
 
     def _roots(self, nodes: int) -> Tensor:
-        """Positions ``[B, nodes]`` of nodes without a draft token: the row's position at the root; else ``free`` or :data:`DEAD`."""
+        """Positions ``[B, nodes]`` without a draft: at node 0 the row's; else ``free`` in rows at ``free``, :data:`DEAD` in others."""
         free = torch.where(self.positions == self.automaton.free, self.positions, DEAD)
         return torch.cat([self.positions[:, None], free[:, None].expand(-1, nodes - 1)], dim=1)
 

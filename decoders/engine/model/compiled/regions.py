@@ -75,7 +75,7 @@ class RegionalForward:
             return self._compiled(*args)
 
     def compile(self, *args: Any) -> None:
-        """Compiles the graph for arguments like `args`. Raises the compiler's error if both fail: regions and the whole pass."""
+        """Compiles the graph for arguments like `args`. Raises the compiler's error if the pass or regions that worked before fail."""
         fixed(*((matrix, tuple(range(matrix.dim()))) for matrix in self.quantized))
         with torch_compat.floats_as_constants():
             if self.regional is not False:

@@ -91,8 +91,8 @@ def _add_to_residual(  # type: ignore[no-untyped-def]
     STRETCHES: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, BEFORE_ADDED: tl.constexpr,
     BEFORE_ROUNDED: tl.constexpr, AFTER: tl.constexpr, AFTER_ADDED: tl.constexpr, AFTER_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sum of a row of ``[STRETCHES, rows, width]`` (normalized if BEFORE) to the residual; if AFTER, also normalizes the new
-    residual.
+    """Adds the sum of a row of ``[STRETCHES, rows, width]`` (normalized if BEFORE) to the residual; if AFTER, also writes the new
+    residual normalized.
     """
     place = tl.arange(0, BLOCK)
     here, first = place < width, tl.program_id(0).to(tl.int64) * width
@@ -118,8 +118,8 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRETCHES: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ONE_ADDED: tl.constexpr, ROUNDED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts for one head of one node; applies norms and rotary positions to queries and keys. Writes to cache or new
-    tensors.
+    """Adds up the parts for one head of one node; applies norms and rotary positions to queries and keys. Writes keys and
+    values to the cache or to new tensors.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)

@@ -72,7 +72,7 @@ def file_name(variant: str) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Lets one process at a time create `path`. If the file system has locks, other processes wait until this one ends or dies."""
+    """Lets one process at a time create `path`. If the file system has locks, other processes wait until this one is done or dies."""
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
