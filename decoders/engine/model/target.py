@@ -233,8 +233,9 @@ class Target:
     def uncompiled(self) -> str | None:
         """Why no pass can be compiled; None if passes can be compiled."""
         name = type(self.model).__name__
-        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-            return "the environment has TORCH_COMPILE_DISABLE=1"
+        for switch in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+            if os.environ.get(switch) == "1":
+                return f"the environment has {switch}=1"
         if self.recurrent:
             return f"{name} keeps recurrent states: its blocks run level by level, so every shape of tree would need another graph"
         if not devices.compiles(self.device):

@@ -151,10 +151,11 @@ def test_a_call_within_a_mode_of_torch_runs_uncompiled(compiled: PreTrainedModel
     assert later.report.compiled and later.report.compilations == 0 and torch.equal(later.sequences, expected)
 
 
-def test_nothing_is_compiled_where_the_environment_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+@pytest.mark.parametrize("switch", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_nothing_is_compiled_where_the_environment_forbids_it(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switch, "1")
     model = decoders.enable(tiny_model("llama"))
-    with pytest.raises(UnsupportedError, match="compile=True: the environment has TORCH_COMPILE_DISABLE=1"):
+    with pytest.raises(UnsupportedError, match=f"compile=True: the environment has {switch}=1"):
         decode(model, prompts(1), "prompt_lookup", max_new_tokens=4, decoders_config={"compile": True})
     out = decode(model, prompts(1), "prompt_lookup", max_new_tokens=4, decoders_config={"compile": "auto"})
     assert not out.report.compiled
