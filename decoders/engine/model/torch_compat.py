@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -242,7 +243,14 @@ def spare_compiler_warnings() -> None:
     The compiler warns once per process about TensorFloat-32 settings. This function triggers the warnings and ignores them. Without a
     CUDA toolkit, ``TRITON_LIBDEVICE_PATH`` is set to Triton's own libdevice, which the compiler would use anyway. A warning filter
     during compilation would not help, because all threads share it and any thread may replace it.
+
+    Dynamo (torch 2.13) also warns about functions with a cache. Those of transformers that models call compare versions.
     """
+    allow = getattr(torch._dynamo.utils, "allow_lru_cache_wrapper_trace_without_warning", None)
+    versions = sys.modules.get("transformers.utils.import_utils")
+    for function in vars(versions).values() if allow and versions else ():
+        if hasattr(function, "cache_info"):
+            allow(function)
     if not torch.cuda.is_available():
         return
     from torch._inductor import compile_fx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -81,3 +82,17 @@ def test_whole_calls_write_the_same_text(design: str, monkeypatch: pytest.Monkey
     model = decoders.enable(tiny_model(design))
     assert torch.equal(decode(model, prompts(2), "prompt_lookup", max_new_tokens=10).sequences, expected)
     assert {experts_of(layer) for layer in layers_of(model.generate.engine().target.model)} == {NAME}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.utils, "allow_lru_cache_wrapper_trace_without_warning"), reason="this torch has no list"
+)
+@pytest.mark.usefixtures("traced_only")
+def test_compiling_experts_in_bfloat16_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo would warn that the versions which transformers compares in a pass are cached, and say so once per process."""
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    model = decoders.enable(tiny_model("mixtral", num_hidden_layers=1).to(torch.bfloat16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = decode(model, prompts(), "autoregressive", max_new_tokens=4, decoders_config={"compile": True})
+    assert out.report.compiled and not [w for w in caught if "lru_cache" in str(w.message)]

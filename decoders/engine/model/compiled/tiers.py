@@ -258,7 +258,7 @@ class Tiers:
         if tier.job is not None and not tier.booked:
             tier.booked = True
             self.report.timings.background += tier.job.seconds
-            self.report.compilations += 1
+            self.report.compilations += tier.job.ready
 
     def _wait(self, tier: _Tier, report: Report) -> bool:
         """Waits for the compilation of `tier`, adds it to the report, and returns whether it succeeded."""
@@ -266,7 +266,7 @@ class Tiers:
         started = time.perf_counter()
         ready = tier.job.wait()
         report.timings.compile += time.perf_counter() - started
-        report.compilations += not tier.booked
+        report.compilations += ready and not tier.booked
         tier.booked = True
         return ready
 
