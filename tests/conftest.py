@@ -67,13 +67,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """``-m gpu`` imports the tests of GPUs alone: the others take a minute, and what such a machine may not have."""
-    if (
-        config.option.markexpr != "gpu"
-        or not collection_path.match("test_*.py")
-        or collection_path.parent.name == "gpu"
-    ):
-        return None
-    return "mark.gpu" not in collection_path.read_text() or None
+    other = collection_path.match("test_*.py") and collection_path.parent.name != "gpu"
+    return (config.option.markexpr == "gpu" and other) or None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -42,6 +42,7 @@ def test_it_is_captured_as_a_cuda_graph(names: tuple[str, ...], cuda: torch.devi
     values = torch.tensor([VALUES[name] for name in names], device=cuda)
     inputs = SamplingInputs(values, row_keys(3, 1, cuda), torch.tensor([-1], device=cuda))
     positions, plan = torch.arange(NODES, device=cuda)[None], SamplingPlan(names, sample=True)
+    torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         expected = process(logits, plan, inputs, positions)  # kernels load outside the capture

@@ -95,7 +95,7 @@ def test_products_that_are_rounded_are_no_fault_of_a_kernel(cuda: torch.device) 
         out = subject.decode(1, "prompt_lookup")
     finally:
         torch.set_float32_matmul_precision(usual)
-    assert out.report.new_tokens == NEW and vars(subject.model)["generate"].engine().target.attends == "triton"
+    assert out.report.new_tokens == [NEW] and vars(subject.model)["generate"].engine().target.attends == "triton"
 
 
 def test_a_recording_of_the_callers_is_refused_and_ends_cleanly(cuda: torch.device) -> None:

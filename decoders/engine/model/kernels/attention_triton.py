@@ -55,7 +55,7 @@ def attend_kernel(
     ``WIDTH``, ``VWIDTH``: the next powers of two. ``IEEE``: float32 products without TensorFloat-32.
     """
     split, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Indices need 64 bits: 128 heads with 128 numbers in each of 131,072 slots are 2^31 numbers.
+    # Indices need 64 bits: 128 heads with 128 numbers in each of 131,072 slots (or queries of a text) are 2^31 numbers.
     b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
     base = tl.load(MASK + b * smb + WORDS + 1).to(tl.int32)
     begin, end = seen_slots(base, tile, view, nodes, queries, window, chunk, G, M, BN, TEXT, WINDOW, CHUNK)
@@ -65,7 +65,7 @@ def attend_kernel(
         if begin >= end:
             return
     row = tile * M + tl.arange(0, M)
-    query, head = row // G, h * G + row % G
+    query, head = (row // G).to(tl.int64), h * G + row % G
     valid = query < queries
     node_of_query = nodes - queries + query  # the queries are the last nodes of the block
     d, dv = tl.arange(0, WIDTH), tl.arange(0, VWIDTH)
@@ -183,4 +183,4 @@ def merge_kernel(
         acc = acc * shrink
         total = total * shrink + tl.exp(sink - finite)
     out = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(OUT + b * sob + row // G * son + head * soh + dv, out, mask=dv < DV)
+    tl.store(OUT + b * sob + (row // G).to(tl.int64) * son + head * soh + dv, out, mask=dv < DV)

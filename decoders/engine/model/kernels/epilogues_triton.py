@@ -155,9 +155,9 @@ def _rotate_to_cache(  # type: ignore[no-untyped-def]
     if head < HEADS:
         tl.store(query + (row.to(tl.int64) * HEADS + head) * D + d, rounded, mask=here)
     elif head < HEADS + KEY_HEADS:
-        tl.store(keys + b * kb + (head - HEADS) * kh + slot * kn + d, rounded, mask=here)
+        tl.store(keys + b * kb + (head - HEADS).to(tl.int64) * kh + slot * kn + d, rounded, mask=here)
     else:
-        tl.store(values + b * vb + (head - HEADS - KEY_HEADS) * vh + slot * vn + d, rounded, mask=here)
+        tl.store(values + b * vb + (head - HEADS - KEY_HEADS).to(tl.int64) * vh + slot * vn + d, rounded, mask=here)
 
 
 @triton.jit

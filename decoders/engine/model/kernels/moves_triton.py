@@ -61,4 +61,5 @@ def move(places: Tensor, base: Tensor, path: Tensor, buffers: Sequence[Tensor]) 
     block = min(triton.next_power_of_2(words), WORDS)
     _move_slots[(len(places), len(path), triton.cdiv(words, block))](
         places, base, path, path.shape[1], buffers[0].shape[2], WORD=WORD, SMALL=small, NODES=NODES, WORDS=block, num_warps=2,
+        enable_fp_fusion=True,  # without it, Triton 3.9 warns of its default
     )  # fmt: skip

@@ -5,6 +5,7 @@ number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,25 @@ def test_rotary_positions_and_writes_to_the_cache_follow_a_product(
     assert traced is not None and torch.equal(traced[0], query)
     assert torch.equal(traced[1], keys[row, :, slots].transpose(1, 2))
     assert torch.equal(traced[2], values[row, :, slots].transpose(1, 2))
+
+
+def test_a_row_of_the_cache_may_have_more_than_two_to_the_31_numbers(tmp_path: Path, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the CPU's operator does not write to the cache")
+    x, width, far = random(1, 1, 32, dtype=torch.float16), 64, 1 << 31
+    matrices = [random(3 * width, 32, seed=i, dtype=torch.float16) for i in range(3)]
+    turn, zeros = torch.ones(1, 1, width).half(), torch.zeros(1, 1, width).half()
+    # A sparse file. Head 2 begins at number 2^31; in 32 bits that would be -2^31, which is in the file, too.
+    numbers = torch.from_file(str(tmp_path / "numbers"), shared=True, size=2 * far + 1024, dtype=torch.float16)
+    (tmp_path / "numbers").unlink()  # the mapping stays
+    keys, values = (
+        numbers.as_strided((1, 3, 4, width), (3 * far, far // 2, width, 1), far + place) for place in (0, 512)
+    )
+    products.linear_rotated(
+        x, Operands(matrices, [], []), (Norm(), Norm()), turn, zeros, torch.tensor([[2]]), keys, values
+    )
+    for cache, matrix in zip((keys, values), matrices[1:], strict=True):
+        torch.testing.assert_close(cache[0, :, 2].flatten(), F.linear(x, matrix).flatten(), rtol=1e-2, atol=1e-2)
 
 
 def test_of_no_rows_nothing_is_computed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,3 +222,25 @@ def test_a_row_in_front_of_its_beginning_gets_zeros_and_no_nan() -> None:
     tree = Topology.chain(1).tensors(1, CPU)
     out = attend(query, key, value, pack_mask(torch.tensor([-2]), tree.offsets, tree.visible))
     assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("view", [64, 256], ids=["at once", "in splits"])
+def test_a_text_may_have_more_than_two_to_the_31_numbers(
+    view: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_cuda, "FIRST_TEXT_SPLIT", attention_cuda.FIRST_SPLIT)
+    query, key, value = made(1, 3, view, dtype=torch.float16)
+    mask = pack_mask(torch.tensor([view - 3]), causal_block(1, 3, CPU).offsets, None)
+    usual = attend(query, key, value, mask)
+    # A sparse file. Token 2 begins at number 2^31; in 32 bits that would be -2^31, which is in the file, too.
+    far, allocate = 1 << 31, torch.Tensor.new_empty
+    numbers = torch.from_file(str(tmp_path / "numbers"), shared=True, size=2 * far + 64, dtype=torch.float16)
+    (tmp_path / "numbers").unlink()  # the mapping stays
+    wide, out = (numbers.as_strided(query.shape, (0, 0, far // 2, 1), far + place) for place in (0, 32))
+    wide.copy_(query)
+
+    def given(self: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        return out.transpose(1, 2) if len(size) == 4 else allocate(self, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", given)
+    assert torch.equal(attend(wide, key, value, mask), usual)

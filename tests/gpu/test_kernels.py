@@ -8,11 +8,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from decoders.engine.model.kernels import interpreted
 from decoders.engine.model.kernels.products import product_or_none
 from decoders.engine.model.kernels.products import rms_norm_on_cuda as rms_norm
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(interpreted(), reason="kernels are interpreted")]
+pytestmark = pytest.mark.usefixtures("cuda")
 
 ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128)
 SIZES = [(3072, 2048), (2048, 2048), (512, 2048), (16384, 2048), (2048, 8192), (128256, 2048), (130, 100)]
