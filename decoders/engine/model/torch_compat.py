@@ -246,9 +246,9 @@ def spare_compiler_warnings() -> None:
 
     Dynamo (torch 2.13) also warns about functions with a cache. Those of transformers that models call compare versions.
     """
-    allow = getattr(torch._dynamo.utils, "allow_lru_cache_wrapper_trace_without_warning", None)
+    allow = getattr(torch._dynamo.utils, "allow_lru_cache_wrapper_trace_without_warning", lambda function: None)
     versions = sys.modules.get("transformers.utils.import_utils")
-    for function in vars(versions).values() if allow and versions else ():
+    for function in vars(versions).values() if versions else ():
         if hasattr(function, "cache_info"):
             allow(function)
     if not torch.cuda.is_available():
