@@ -1,4 +1,4 @@
-"""JSON schemas of Python types, and the values of types that list them (``Literal``, ``Enum``)."""
+"""JSON schemas of Python types, patterns of plain types, and the values of types that list them (``Literal``, ``Enum``)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def listed(value: Any) -> list[str] | None:
 
 
 _DAY, _CLOCK = library.read("iso_date"), "([0-1][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
+#: The patterns of plain types' values, as Python writes and reads them.
 _PATTERNS = {
     int: "[+-]?(0|[1-9][0-9]*)",
     float: r"[+-]?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?",
@@ -55,6 +56,7 @@ _PATTERNS = {
     types.NoneType: "None",
 }
 
+#: The kinds of arguments that can be given by name.
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
