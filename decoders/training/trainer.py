@@ -256,7 +256,7 @@ def first_interrupt() -> Iterator[threading.Event]:
 def warmup_stable_decay(step: int, steps: int, peak: float, *, warmup_steps: int, decay_share: float) -> float:
     """The learning rate. It rises over `warmup_steps`, stays at `peak`, and falls to zero over the last `decay_share` of the steps.
 
-    Before the decay, the rate does not depend on `steps`, so a run can be resumed with another number of steps.
+    Before the decay, the rate is the same for any number of `steps`.
     """
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, (steps - step) / max(1.0, decay_share * steps))
