@@ -210,11 +210,8 @@ def _pattern(pattern: str) -> str:
     """`pattern`, or this package's pattern for the type whose pattern in outlines it is, so that Python can read the texts back."""
     from outlines import types as named
 
-    exact = {
-        getattr(named, name).pattern: pattern_of(kind)
-        for name, kind in (("date", date), ("datetime", datetime), ("string", str))
-    }
-    return exact.get(pattern) or pattern
+    kinds = {named.date.pattern: date, named.datetime.pattern: datetime, named.string.pattern: str}
+    return pattern_of(kinds.get(pattern)) or pattern
 
 
 def _of_samples(builder: Any) -> Spec:

@@ -281,8 +281,8 @@ class Proposer:
             if known is not None:
                 # Equal calls must have equal node budgets, so ratios observed in earlier calls are used only if costs are measured.
                 ratios = partial(calibration.ratios, batch.width) if measure else None
-                like = self.costs or self._former
-                self.costs = StepCosts(known, batch.width, context, batch.blocks.size, ratios, former=like)
+                former = self.costs or self._former
+                self.costs = StepCosts(known, batch.width, context, batch.blocks.size, ratios, former=former)
                 self._measured = measure
         return self.costs if self.costs is not None and self.costs.curve is not None else None
 

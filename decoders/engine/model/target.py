@@ -229,7 +229,7 @@ class Target:
         """Indices of the watched decoder layers: the target's results contain their outputs."""
         return self.taps.layers
 
-    @property
+    @functools.cached_property
     def uncompiled(self) -> str | None:
         """Why no pass can be compiled; None if passes can be compiled."""
         name = type(self.model).__name__

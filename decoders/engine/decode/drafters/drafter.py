@@ -76,8 +76,8 @@ class ModelDrafter(Drafter):
         self.mask_token = getattr(target.model.config, "pard_token", None)
         self._tiers = self.engine.forward_pass.tiers.steady_tiers(batch.request.runtime.compile)
         slots = (above.longest if target.static else context.slots) + 2 * ahead
-        same = target.layout == batch.engine.target.layout[: len(target.layout)]
-        shared = context.level == 0 and batch.engine.is_part(model) and same
+        same_cache = target.layout == batch.engine.target.layout[: len(target.layout)]
+        shared = context.level == 0 and batch.engine.is_part(model) and same_cache
         self._unread: tuple[list[int], list[int]] | None = (
             None  # before the prefill: lengths of the prompts, and numbers of reusable tokens
         )
