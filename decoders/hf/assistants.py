@@ -172,9 +172,8 @@ class CallAssistants:
             raise UnsupportedError(
                 f"the draft model is on {model.device}, the target on {target.device}: call draft.to({str(target.device)!r})"
             )
-        cache = (
-            engine.precision.cache if engine.is_part(model) else None
-        )  # a part of the target reads the target's cache
+        # A draft model that is a part of the target reads the target's cache.
+        cache = engine.precision.cache if engine.is_part(model) else None
         precision = Precision(draft_scheme(self.runtime), cache, engine.precision.exact_products)
         known = self.kept.engine(model, engine.attention, precision)
         if known.target.ranks.several and known.target.ranks.size != engine.target.ranks.size:
