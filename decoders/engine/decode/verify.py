@@ -219,7 +219,7 @@ class StepFunctions(Beside):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Accepts and appends the matching path (:func:`settle`). Runs compiled if the passes do."""
         if tiers.runs_compiled(len(nodes) > 1):
-            return self._settle(nodes, chosen, _laid_out(tree), *arguments)
+            return self._settle(copied_whole(nodes), chosen, _laid_out(tree), *arguments)
         return settle(nodes, chosen, tree, *arguments)
 
     def compiling(self, target: Target) -> Callable[[int, int], object]:

@@ -214,8 +214,10 @@ def test_trees_take_the_same_graph_whatever_their_tensors_are_views_of(compiled:
             tokens, flags = torch.zeros(rows, 64, dtype=torch.int64), torch.zeros(rows).bool()
             whole = TreeTensors(tree.parents, tree.offsets, tree.visible, tree.ancestors)
             stops = torch.full((rows, 8), -1)
-            given = nodes, nodes.clone(), whole, tokens, base + 1, base + 40, flags, stops
-            StepFunctions.of(forward).settle(forward.tiers, *given)
+            given = nodes.clone(), whole, tokens, base + 1, base + 40, flags, stops
+            StepFunctions.of(forward).settle(forward.tiers, nodes, *given)
+            behind_text = torch.cat([nodes, nodes], 1)[:, len(tree) :]  # as a draft model's, after its pending tokens
+            StepFunctions.of(forward).settle(forward.tiers, behind_text, *given)
 
 
 def test_processors_on_the_host_use_a_graph_of_the_forward_alone(compiled: PreTrainedModel) -> None:

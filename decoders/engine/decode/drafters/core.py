@@ -14,7 +14,6 @@ from ....tree import TreeTensors
 from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.compiled.forward_pass import ForwardPass
-from ...model.compiled.regions import copied_whole
 from ...model.target import ForwardResult
 from ..core import Core, CoupledRule, StepOutput
 from ..rows import Rows
@@ -72,8 +71,7 @@ class DraftCore(Core):
         block = after_text(u, tree)
         result = self.forward_pass(PassInput(nodes, base, block, rows.buffers, view))
         cut = ForwardResult(result.logits[:, u:, : self.vocab], result.hidden[:, u:])
-        own = copied_whole(nodes[:, u:])
-        positions = (rows.length - rows.prompt_length)[:, None] + tree.offsets
+        own, positions = nodes[:, u:], (rows.length - rows.prompt_length)[:, None] + tree.offsets
         prefixes = rows.prefixes(own, tree, view) if self.plan.reads_text else None
         expansion = self._expanded(cut.logits, rows, positions, masks, prefixes)
         verified = self.rule.verify(None, NodeBlock(own[:, 1:], tree, view, masks), own, cut, rows)
