@@ -887,6 +887,36 @@ def test_who_still_waits_for_its_prompt_keeps_its_place_when_others_join(llama: 
         assert_written_as_alone(scheduler, llama, asked)
 
 
+class Restarts(Strategy):
+    """Starts anew whenever a row comes or goes, and notes every state that has begun and ended."""
+
+    name = "restarts"
+    summary = "Drafts the last token again."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[object] = []
+        self.ended: list[object] = []
+
+    def start(self, context: Any) -> Any:
+        assert self.begun == self.ended, "a state ends before the next begins"
+        self.begun.append(object())
+        return self.begun[-1]
+
+    def propose(self, state: Any, sequences: Sequences) -> Draft:
+        return Draft.chain(sequences.last.expand(-1, 2))
+
+    def finish(self, state: Any) -> None:
+        self.ended.append(state)
+
+
+def test_a_strategy_that_starts_anew_for_other_rows_is_first_told_that_its_state_is_over(llama: PreTrainedModel) -> None:
+    strategy = Restarts()
+    with scheduler_of(llama, strategy=strategy) as scheduler:
+        assert_written_as_alone(scheduler, llama, requests())
+    assert len(strategy.begun) > 3 and strategy.begun == strategy.ended
+
+
 class Shares(Reads):
     """The same for rows that come and go."""
 

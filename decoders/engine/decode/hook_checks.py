@@ -60,6 +60,7 @@ def check_tree(tree: TreeTensors, rows: Rows, strategy: str, wait: bool) -> None
     sound = tree.sound(wait)
     if not wait:
         rows.faults.bitwise_or_(torch.where(sound | rows.finished, 0, int(Fault.TREE)))
+    # Only for an unsound tree is `finished` read, which may be on another device than a tree of the host.
     elif not sound.all() and not (sound := sound | rows.finished.to(sound.device)).all():
         raise DraftError(f"{strategy} {_TREE} (row {int(sound.long().argmin())})")
 
