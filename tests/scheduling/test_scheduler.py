@@ -720,11 +720,14 @@ def test_of_lanes_without_requests_those_that_were_used_last_stay_open(llama: Pr
             return list(scheduler._lanes._active)[-1]
 
         often = lane_of("often")
+        others = []
         for number in range(5):
-            lane_of(str(number))
+            others.append(lane_of(str(number)))
             assert lane_of("often") is often
         scheduler.submit(text_of(0, 6), max_new_tokens=2).result()
         assert len(scheduler._lanes._active) <= IDLE_LANES + 2
+        dropped = [lane for lane in others if lane not in scheduler._lanes._active]
+        assert dropped and not any(hasattr(lane.batch, "session") for lane in dropped), "their buffers are free"
 
 
 def test_a_closed_scheduler_finishes_or_cancels(llama: PreTrainedModel) -> None:

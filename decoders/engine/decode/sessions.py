@@ -186,9 +186,7 @@ def take_over(
 
 
 def exchange(session: Session, one: int, other: int, count: int, other_count: int) -> None:
-    """Swaps the contents of two places: `count` slots of place `one`, and `other_count` slots of place `other`."""
-    if one == other:
-        return
+    """Swaps the contents of two different places: `count` slots of place `one`, and `other_count` slots of place `other`."""
     buffers, tokens = session.stored.buffers, session.stored.tokens
     if count < other_count:
         one, other, count, other_count = other, one, other_count, count

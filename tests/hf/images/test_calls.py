@@ -371,6 +371,21 @@ def test_a_model_that_reads_text_behind_an_image_otherwise_is_refused(monkeypatc
         model.generate(**image_prompts("qwen2_vl"), strategy="autoregressive", max_new_tokens=2)
 
 
+def test_a_model_that_stores_other_tokens_than_those_of_the_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that puts several tokens in the place of an image's one."""
+    model = decoders.enable(tiny_seeing_model("llava"))
+    update = DynamicCache.update
+
+    def twice(self: DynamicCache, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> Any:
+        update(self, keys[:, :, :1], values[:, :, :1], *rest, **more)
+        keys, values = update(self, keys, values, *rest, **more)
+        return keys[:, :, 1:], values[:, :, 1:]
+
+    monkeypatch.setattr(DynamicCache, "update", twice)
+    with pytest.raises(UnsupportedError, match="does not store keys and values of exactly the tokens of a prompt"):
+        model.generate(**image_prompts("llava"), strategy="autoregressive", max_new_tokens=2)
+
+
 def test_plain_calls_in_between_leave_a_model_as_it_was(own_passes: list[int]) -> None:
     """They note in the model how far their images have shifted positions."""
     model, inputs = without_texts("qwen2_vl"), image_prompts("qwen2_vl")
