@@ -271,9 +271,9 @@ def traced_only(only_trace: Callable[[pytest.MonkeyPatch], None], monkeypatch: p
 def tiers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling is worth it at once and takes no time, and compiled passes choose other tokens: each the next one of the vocabulary."""
     from decoders.engine.decode.verify import StepFunctions, settle
+    from decoders.engine.model.blocks import ForwardResult
     from decoders.engine.model.compiled import tiers
     from decoders.engine.model.compiled.forward_pass import ForwardPass
-    from decoders.engine.model.target import ForwardResult
 
     def run(self: Any, given: Any, kept: Any = None) -> ForwardResult:
         self.compiled_passes += 1

@@ -913,7 +913,9 @@ class Restarts(Strategy):
         self.ended.append(state)
 
 
-def test_a_strategy_that_starts_anew_for_other_rows_is_first_told_that_its_state_is_over(llama: PreTrainedModel) -> None:
+def test_a_strategy_that_starts_anew_for_other_rows_is_first_told_that_its_state_is_over(
+    llama: PreTrainedModel,
+) -> None:
     strategy = Restarts()
     with scheduler_of(llama, strategy=strategy) as scheduler:
         assert_written_as_alone(scheduler, llama, requests())

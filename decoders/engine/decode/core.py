@@ -14,11 +14,10 @@ from torch import Tensor
 from ...sampling.processors import Masks, SamplingPlan
 from ...strategy import Draft, HostStep, Sequences, Step
 from ...tree import TreeTensors
-from ..model.blocks import NodeBlock, PassInput, after_text
+from ..model.blocks import ForwardResult, NodeBlock, PassInput, after_text
 from ..model.cache import move_slots
 from ..model.compiled.forward_pass import ForwardPass
 from ..model.recordings import Recordings
-from ..model.target import ForwardResult
 from .rows import Rows
 from .verify import StepFunctions, Verified, append, follow_matches
 

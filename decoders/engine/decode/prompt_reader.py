@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...strategy import PromptChunk
+from ..model.blocks import ForwardResult
 from ..model.cache import CacheBuffers
 from ..model.own_forward import WRONGLY_DIVIDED, MultimodalInputs, OwnForward
-from ..model.target import ForwardResult
 from .batch import Batch
 from .prefix_cache import PrefillPlan
 from .proposer import Proposer

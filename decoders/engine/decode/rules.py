@@ -15,9 +15,8 @@ from ...sampling.processors import SamplingPlan, first_best, gumbel_noise
 from ...strategy import Draft
 from ...tree import Topology, TreeTensors
 from ...verifiers.verifier import Block, Outcomes, Verifier, check_outcomes
-from ..model.blocks import NodeBlock
+from ..model.blocks import ForwardResult, NodeBlock
 from ..model.compiled.forward_pass import ForwardPass
-from ..model.target import ForwardResult
 from .core import CoupledRule, Rule
 from .criteria import NOT_REACHED, choose_along_path
 from .hook_checks import Fault

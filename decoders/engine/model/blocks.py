@@ -1,4 +1,4 @@
-"""The input of a forward pass: a block of nodes (a root and draft tokens), text before it, and a piece of another row's prompt."""
+"""The input and the result of a forward pass: a block of nodes (a root and draft tokens), text before it, a piece of a prompt."""
 
 from __future__ import annotations
 
@@ -104,6 +104,35 @@ class PassInput(NamedTuple):
     text: LeadingText = LeadingText()
     piece: PromptPiece | None = None
     root: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """The result of a pass over a block of ``N`` nodes.
+
+    Attributes:
+        logits: ``[B, N, V]`` float32.
+        hidden: ``[B, N, H]``, the output head's input.
+        layers: ``[B, N, T, H]``, outputs of the ``T`` watched layers; None if no layer is watched.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    layers: Tensor | None = None
+
+    def behind(self, count: int) -> ForwardResult:
+        """These results without the hidden states of the first `count` nodes, which got no logits."""
+        if not count:
+            return self
+        layers = self.layers[:, count:] if self.layers is not None else None
+        return ForwardResult(self.logits, self.hidden[:, count:], layers)
+
+    def followed_by(self, other: ForwardResult) -> ForwardResult:
+        """The results of these nodes, followed by the results of the nodes of `other`."""
+        own, others = self.layers, other.layers
+        layers = torch.cat([own, others], 1) if own is not None and others is not None else None
+        logits, hidden = torch.cat([self.logits, other.logits], 1), torch.cat([self.hidden, other.hidden], 1)
+        return ForwardResult(logits, hidden, layers)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ...tree import TreeTensors
 from .attention import MaskShape, build_mask, repeat_for_group, tell_shape
-from .blocks import PassInput, PromptPiece, causal_block
+from .blocks import ForwardResult, PassInput, PromptPiece, causal_block
 from .cache import CacheBuffers
 from .kernels.attention import pack_mask
 from .slot_cache import SlotCache
-from .target import ForwardResult, Target
+from .target import Target
 
 
 def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view: Tensor, piece: PromptPiece) -> dict:

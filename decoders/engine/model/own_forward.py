@@ -19,12 +19,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ...common.transformers_compat import attention_of, cache_keyword, set_attention
 from ...errors import InputError, UnsupportedError
 from .attention import module_configs
-from .blocks import PassInput, causal_block
+from .blocks import ForwardResult, PassInput, causal_block
 from .buckets import view_bucket
 from .cache import CacheBuffers
 from .features import HeadInputs, LayerStates
 from .given import cached_tokens, check_cache, put_cache
-from .target import ForwardResult, Target
+from .target import Target
 
 #: Arguments that have an entry per token of the prompt.
 PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")

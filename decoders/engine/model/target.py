@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -21,7 +21,7 @@ from ...errors import ContextLengthError, UnsupportedError
 from ...settings import Attention
 from ...tree import TreeTensors
 from . import attention, buckets, experts, own_masks, recurrent, rope
-from .blocks import LeadingText, PassInput, causal_block, ending
+from .blocks import ForwardResult, LeadingText, PassInput, causal_block, ending
 from .cache import CacheBuffers
 from .facts import Attending, Checks, Lengths, ModelTokens, Products
 from .features import Taps
@@ -43,35 +43,6 @@ from .weights.twin import share_weights
 
 #: Greatest number of prompt tokens per row and pass by default.
 PREFILL_CHUNK = 512
-
-
-@dataclass(frozen=True)
-class ForwardResult:
-    """The result of a pass over a block of ``N`` nodes.
-
-    Attributes:
-        logits: ``[B, N, V]`` float32.
-        hidden: ``[B, N, H]``, the output head's input.
-        layers: ``[B, N, T, H]``, outputs of the ``T`` watched layers; None if no layer is watched.
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    layers: Tensor | None = None
-
-    def behind(self, count: int) -> ForwardResult:
-        """These results without the hidden states of the first `count` nodes, which got no logits."""
-        if not count:
-            return self
-        layers = self.layers[:, count:] if self.layers is not None else None
-        return ForwardResult(self.logits, self.hidden[:, count:], layers)
-
-    def followed_by(self, other: ForwardResult) -> ForwardResult:
-        """The results of these nodes, followed by the results of the nodes of `other`."""
-        own, others = self.layers, other.layers
-        layers = torch.cat([own, others], 1) if own is not None and others is not None else None
-        logits, hidden = torch.cat([self.logits, other.logits], 1), torch.cat([self.hidden, other.hidden], 1)
-        return ForwardResult(logits, hidden, layers)
 
 
 class Target:

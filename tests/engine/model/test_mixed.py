@@ -12,12 +12,12 @@ from torch import Tensor
 
 from decoders.enabling import graphs_compiled
 from decoders.engine.model import mixed, self_check
-from decoders.engine.model.blocks import LeadingText, PassInput, PromptPiece, after_text
+from decoders.engine.model.blocks import ForwardResult, LeadingText, PassInput, PromptPiece, after_text
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.compiled import regions
 from decoders.engine.model.compiled.tiers import Tiers
 from decoders.engine.model.self_check import target_of
-from decoders.engine.model.target import ForwardResult, Target
+from decoders.engine.model.target import Target
 from decoders.report import Report
 from decoders.testing import tiny_model
 from decoders.testing.models import ARCHITECTURES

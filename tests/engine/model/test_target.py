@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from decoders.engine.decode.engine import Engine
-from decoders.engine.model.blocks import LeadingText, PassInput, causal_block
+from decoders.engine.model.blocks import ForwardResult, LeadingText, PassInput, causal_block
 from decoders.engine.model.cache import CacheBuffers
 from decoders.engine.model.self_check import target_of
-from decoders.engine.model.target import ForwardResult, Target
+from decoders.engine.model.target import Target
 from decoders.engine.model.weights.quantization import Precision
 from decoders.testing import tiny_model
 

@@ -11,10 +11,9 @@ from ....sampling.choice import Candidates, candidates
 from ....sampling.prefixes import Prefixes
 from ....sampling.processors import Masks, SamplingPlan, grammar_first
 from ....tree import TreeTensors
-from ...model.blocks import NodeBlock, PassInput, after_text, causal_block
+from ...model.blocks import ForwardResult, NodeBlock, PassInput, after_text, causal_block
 from ...model.buckets import LEAST_NODES, node_bucket
 from ...model.compiled.forward_pass import ForwardPass
-from ...model.target import ForwardResult
 from ..core import Core, CoupledRule, StepOutput
 from ..rows import Rows
 

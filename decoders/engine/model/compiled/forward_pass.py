@@ -13,12 +13,12 @@ from torch import Tensor
 from ....sampling.processors import SamplingPlan
 from .. import mixed
 from ..attention import STRETCH
-from ..blocks import Blocks, PassInput, PromptPiece, causal_block
+from ..blocks import Blocks, ForwardResult, PassInput, PromptPiece, causal_block
 from ..buckets import LEAST_NODES
 from ..cache import CacheBuffers
 from ..recordings import Recordings
 from ..static_inputs import copied
-from ..target import ForwardResult, Target
+from ..target import Target
 from .regions import laid_out, laid_out_piece
 from .tiers import PassKind, Tiers
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ....common.transformers_compat import decoder_layers
 from ....tree import Topology, TreeTensors
 from .. import torch_compat
-from ..blocks import PromptPiece
+from ..blocks import ForwardResult, PromptPiece
 from ..cache import CacheBuffers
 from ..mixed import inputs as mixed_inputs
 from ..mixed import with_logits
-from ..target import ForwardResult, Target
+from ..target import Target
 from .functions import private
 
 #: Number of slots per row in the example arguments that passes are compiled with.
