@@ -280,6 +280,22 @@ class Layered(torch.nn.Module):
         )  # fmt: skip
 
 
+class Attending(torch.nn.Module):
+    """A drafter with an attention of its own, and without a config."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.fc, self.qkv = torch.nn.Linear(2 * hidden, hidden), torch.nn.Linear(hidden, 3 * hidden)
+
+    def forward(self, embedded: Tensor, feature: Tensor, *, attention_mask, position_ids, cache) -> Tensor:
+        states = self.fc(torch.cat([embedded, feature], -1))
+        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(states).chunk(3, -1))
+        if cache is not None:
+            key, value = cache.update(key, value, 0)
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        return states + attended.transpose(1, 2).flatten(2)
+
+
 class WithModule(Reader):
     """Reads prompts through a module, and in every step two branches of two nodes behind the root."""
 
@@ -288,7 +304,7 @@ class WithModule(Reader):
     nodes: Any = None
 
     def start(self, context: Any) -> Any:
-        state, one = super().start(context), torch.zeros(1, 1, self.module.config.hidden_size)
+        state, one = super().start(context), torch.zeros(1, 1, self.module.fc.out_features)
         state.passes = context.module(self.module, ahead=8, example=(one, one))
         state.read, state.branches = [], []
         return state
@@ -312,13 +328,14 @@ def test_a_compiled_module_gets_a_slot_cache_and_tree_masks(traced_or_compiled: 
     check_slot_cache_and_tree_masks(model, compile=True, rows=1)
 
 
-def test_a_module_gets_a_slot_cache_and_tree_masks(llama) -> None:
-    check_slot_cache_and_tree_masks(llama, compile=False, rows=3)
+@pytest.mark.parametrize("kind", [Layered, Attending])
+def test_a_module_gets_a_slot_cache_and_tree_masks(llama, kind: type[torch.nn.Module]) -> None:
+    check_slot_cache_and_tree_masks(llama, compile=False, rows=3, kind=kind)
 
 
-def check_slot_cache_and_tree_masks(llama, compile: bool, rows: int) -> None:
+def check_slot_cache_and_tree_masks(llama, compile: bool, rows: int, kind: Any = Layered) -> None:
     torch.manual_seed(0)
-    plain = WithModule.module = Layered(llama.config.hidden_size).eval()
+    plain = WithModule.module = kind(llama.config.hidden_size).eval()
     nodes = WithModule.nodes = torch.randn(1, 5, llama.config.hidden_size)
     out = decode(llama, WithModule(), rows, loop=EAGER | {"compile": compile})
     log = WithModule.log
