@@ -968,6 +968,13 @@ def test_what_finish_raises_is_a_note_on_what_ended_the_lane_and_a_warning_elsew
         prompt = text_of(2, 5)
         other = scheduler.submit(prompt, max_new_tokens=4)
         assert written(other, prompt) == write_alone(llama, prompt, max_new_tokens=4)
+    with (
+        pytest.warns(UserWarning, match="finish of 'reads' failed: RuntimeError.'no end'"),
+        scheduler_of(llama, strategy=Leaves()) as scheduler,
+    ):
+        assert written(scheduler.submit(prompt, max_new_tokens=4), prompt) == write_alone(
+            llama, prompt, max_new_tokens=4
+        )
 
 
 def test_a_lane_that_cannot_be_closed_ends_its_requests(
