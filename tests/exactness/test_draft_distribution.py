@@ -20,6 +20,7 @@ import decoders
 from decoders import demo
 from decoders.errors import UnsupportedError
 from decoders.strategies import PromptLookup, Speculative, Staged, Threshold
+from decoders.strategies.merged import Merged
 from decoders.strategy import Strategy
 from decoders.testing import decode, prompts, tiny_draft, tiny_model
 
@@ -41,11 +42,13 @@ TREES: dict[str, Strategy] = {
     "static tree": Speculative(tree="static", length=3, nodes=7, children=3),
     "staged": Staged(stage="prompt_lookup", length=3, passes=2, children=2, nodes=9),
     "prompt_lookup tree": PromptLookup(length=2, branches=2),
+    "merged": Merged([PromptLookup(length=3), Speculative(length=3)]),
+    "merged the other way round": Merged([Speculative(length=2), PromptLookup(length=3)]),
 }
 CASES = [("rejection", k) for k in CHAINS] + [("block", k) for k in CHAINS]
 CASES += [("tree_rejection", k) for k in (*CHAINS, *TREES)]
 #: Of the quick run: a drafter with each verifier of chains, and trees with theirs.
-QUICK = CASES[0:1] + CASES[5:6] + [("tree_rejection", k) for k in TREES]
+QUICK = CASES[0:1] + CASES[5:6] + [("tree_rejection", k) for k in [*TREES][:-1]]
 
 
 def small(seed: int, layers: int = 1) -> PreTrainedModel:
@@ -198,6 +201,11 @@ def test_a_dynamic_tree_is_refused_where_something_is_drawn(model, draft, verifi
 def test_a_tree_is_refused_by_a_verifier_of_chains(model, draft, verifier, kind):
     with pytest.raises(UnsupportedError, match=f"'{verifier}' judges chains.*tree_rejection"):
         draw(model, TREES[kind], verifier, draft, num_return_sequences=2)
+
+
+def test_two_draft_models_that_draw_with_the_same_noise_are_refused(model, draft):
+    with pytest.raises(UnsupportedError, match="two of these strategies draw draft tokens with the same noise"):
+        draw(model, Merged([Speculative(length=2), Threshold(max_length=2)]), "tree_rejection", draft)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "tree_rejection"])
