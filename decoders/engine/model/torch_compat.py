@@ -244,13 +244,17 @@ def spare_compiler_warnings() -> None:
     CUDA toolkit, ``TRITON_LIBDEVICE_PATH`` is set to Triton's own libdevice, which the compiler would use anyway. A warning filter
     during compilation would not help, because all threads share it and any thread may replace it.
 
-    Dynamo (torch 2.13) also warns about functions with a cache. Those of transformers that models call compare versions.
+    Inductor also warns about complex numbers, with which some designs rotate (Llama 4), and Dynamo (torch 2.13) about functions with a
+    cache. Those of transformers that models call compare versions.
     """
     allow = getattr(torch._dynamo.utils, "allow_lru_cache_wrapper_trace_without_warning", lambda function: None)
     versions = sys.modules.get("transformers.utils.import_utils")
     for function in vars(versions).values() if versions else ():
         if hasattr(function, "cache_info"):
             allow(function)
+    from torch._inductor import lowering
+
+    cast(Any, lowering)._warn_complex_not_supported = lambda: None
     if not torch.cuda.is_available():
         return
     from torch._inductor import compile_fx

@@ -180,7 +180,7 @@ def test_whoever_waits_for_a_device_does_so_by_one_function() -> None:
 
 def test_warnings_of_the_compiler_are_no_errors_where_warnings_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would end the compilation; the pytest settings of this project make them errors."""
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, lowering
     from torch._inductor.runtime import compile_tasks
     from torch.utils import cpp_extension
 
@@ -202,11 +202,13 @@ def test_warnings_of_the_compiler_are_no_errors_where_warnings_are(monkeypatch: 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     monkeypatch.delenv("TRITON_LIBDEVICE_PATH", raising=False)
+    monkeypatch.setattr(lowering, "_warn_complex_not_supported", inspect.unwrap(lowering._warn_complex_not_supported))
     torch_compat.spare_compiler_warnings.__wrapped__()
     library = os.environ.get("TRITON_LIBDEVICE_PATH")
     monkeypatch.setenv("TRITON_LIBDEVICE_PATH", library or "")  # taken back with the rest
     assert cublas.allow_tf32 is False
     compile_fx._warn_tf32_disabled()
+    assert lowering.unsupported_input_tensor(torch.zeros(1, dtype=torch.complex64)), VERSION
     if (
         set_path := getattr(compile_tasks, "_set_triton_libdevice_path_impl", None)
     ) is not None and kernels._installed():
