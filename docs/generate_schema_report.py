@@ -82,7 +82,7 @@ def data() -> Path | None:
     places = [
         os.environ.get("DECODERS_SHARED_DATA"),
         ROOT.parent / "shared" / "data",
-        ROOT.parents[1] / "shared" / "data",
+        ROOT.parent.parent / "shared" / "data",
     ]
     return next((Path(place) for place in places if place and (Path(place) / "json-schema-bench").is_dir()), None)
 

@@ -126,7 +126,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
     If there is no such list (GPT-Neo), the only list whose length is the config's number of layers; else an empty list.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    # The text's decoder comes first, because the modules that read images and sounds may have indexed layers, too.
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    modules = dict.fromkeys((*decoder.modules(), *model.modules()))
+    lists = [module for module in modules if isinstance(module, nn.ModuleList) and len(module) > 0]
     for module in lists:
         indices = [_indices(layer) for layer in module]
         if all(len(index) == 1 for index in indices) and len(set().union(*indices)) == len(module):

@@ -19,6 +19,7 @@ from ..engine.model.weights.quantization import Precision, Scheme, scheme_of
 from ..engine.model.weights.state import values_of
 from ..errors import UnsupportedError
 from ..settings import Attention, RuntimeSettings
+from .attached import base_of
 from .tokenizers import PADDED_PART, PADDING, check_tokenizer
 from .translation import TokenMap, token_map, translated
 
@@ -206,12 +207,13 @@ class CallAssistants:
         return OtherVocabulary(model, tokens.own, tokens.other, begin, tokens.shared)
 
     def _loaded(self, model: PreTrainedModel | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-        """Returns a draft model and its tokenizer. A model object, or a folder without a tokenizer, gets `assistant_tokenizer`.
+        """Returns a draft model, without the ``PeftModel`` around it, and its tokenizer. A model object, or a folder without a
+        tokenizer, gets `assistant_tokenizer`.
 
         Raises:
             SettingsError: `assistant_tokenizer` belongs to another model.
         """
-        loaded, own = self.kept.load(model, self.target) if isinstance(model, str) else (model, None)
+        loaded, own = self.kept.load(model, self.target) if isinstance(model, str) else (base_of(model), None)
         if own is None and self.assistant_tokenizer is not None:
             check_tokenizer(loaded, own := self.assistant_tokenizer, "assistant_tokenizer", "draft model")
         return loaded, own

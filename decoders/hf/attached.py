@@ -99,7 +99,8 @@ class CopiedState(dict[str, Any]):
 
 
 def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
-    """Raises UnsupportedError for PEFT adapters that the loop would ignore: aLoRA, and adapters that change the model's inputs.
+    """Raises UnsupportedError for PEFT adapters that the loop would ignore or apply wrongly: aLoRA, adapters whose own ``generate``
+    prepares the layers (X-LoRA), and adapters that change the model's inputs.
 
     Args:
         wrapper: the ``PeftModel`` around `model`, or None.
@@ -110,6 +111,12 @@ def refuse_ignored_adapters(model: PreTrainedModel, wrapper: Any) -> None:
         raise UnsupportedError(
             "aLoRA adapts the tokens from its invocation on: PEFT's own generate looks the invocation up and tells every layer; "
             "the loop would decode without the adapter. Call generate without strategy= for this adapter."
+        )
+    tuner = type(getattr(wrapper, "base_model", None))
+    if tuner is not type(model) and "generate" in vars(tuner):
+        raise UnsupportedError(
+            f"{tuner.__name__} of PEFT prepares its layers in a generate of its own, which the loop would bypass. Call generate "
+            "without strategy= for this adapter."
         )
     replaced = vars(model).get("prepare_inputs_for_generation")
     # PEFT may also set the model's own method as an attribute. Only a different method comes from an adapter.

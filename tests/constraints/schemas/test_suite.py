@@ -37,6 +37,12 @@ needs_data = pytest.mark.skipif(
 )
 
 
+def test_a_checkout_may_lie_at_the_root_of_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ROOT", Path("/repo"))
+    monkeypatch.delenv("DECODERS_SHARED_DATA", raising=False)
+    report.data()
+
+
 def judged(groups: Iterable[Any]) -> tuple[float, list[Any]]:
     found = report.measure(groups)
     invalid = [one for one in found if one.verdict == "under-constrained"]

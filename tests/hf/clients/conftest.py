@@ -14,6 +14,11 @@ from decoders.testing import tiny_model
 from decoders.testing.models import VOCAB
 
 
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DECODERS_COMPILE", "false")
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """The printable characters and some pairs of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from decoders.common.transformers_compat import decoder_layers
 from decoders.errors import UnsupportedError
 from decoders.strategies import Lookahead, PromptLookup, TokenRecycling
 from decoders.strategy import Strategy
@@ -56,6 +57,13 @@ def test_the_image_decides_about_the_text(name: str) -> None:
     other = inputs | {k: v for k, v in image_prompts(name, seed=3).items() if v.is_floating_point()}
     changed = decode(enabled(name), other, max_new_tokens=NEW).sequences
     assert not torch.equal(plain(name, ALONE), changed)
+
+
+@pytest.mark.parametrize("name", [*SEEING, *HEARING])
+def test_the_layers_that_strategies_read_and_cut_are_those_of_the_text(name: str) -> None:
+    """The modules that read images and sounds have layers with an index, too."""
+    model = enabled(name)
+    assert len(decoder_layers(model)) == model.config.get_text_config(decoder=True).num_hidden_layers
 
 
 @pytest.mark.parametrize("name", slow_but(["qwen2_vl"], SEEING))
