@@ -16,7 +16,7 @@ from ..constraints import Backend, full_name
 from ..errors import PluginError, UnknownNameError, canonical, suggest
 from ..report import Observer
 from ..settings import OWN_VARIABLES, Configured, Settings, variable_of
-from ..strategy import TRAITS, Strategy
+from ..strategy import HINTS, TRAITS, Strategy
 from ..verifiers.verifier import Verifier
 
 Provided = TypeVar("Provided", bound=ABC)
@@ -203,12 +203,19 @@ def _check_strategy(cls: type[Strategy], shown: str) -> None:
     _check_settings(cls, shown)
     check_traits(cls, shown)
     settings = cls.settings_class
+    _check_made_by_name(cls, shown)
+    _check_made_by_name(cls, shown, settings)
     for setting in settings.model_fields:
         own = OWN_VARIABLES.get(variable_of(cls.name, setting))
         if own is not None:
             raise PluginError(
                 f"setting {setting!r} of strategy {cls.name!r} would be read from {variable_of(cls.name, setting)}, the variable of "
                 f"this package's setting {own!r}: rename the strategy or its setting"
+            )
+    for hint in cls.hints:
+        if hint not in HINTS:
+            raise PluginError(
+                f"{shown}.hints: {hint!r} is no drafting argument of transformers. {suggest(str(hint), HINTS)}"
             )
     named = [(f"hints: {hint!r} stands for setting {setting!r}", setting) for hint, setting in cls.hints.items()]
     for what, setting in (
@@ -233,11 +240,12 @@ def _check_verifier(cls: type[Verifier], shown: str) -> None:
     _check_made_by_name(cls, shown)
 
 
-def _check_made_by_name(cls: type[ABC], shown: str) -> None:
+def _check_made_by_name(cls: type[ABC], shown: str, *given: object) -> None:
     try:
-        inspect.signature(cls).bind()
+        inspect.signature(cls).bind(*given)
     except TypeError as error:
-        raise PluginError(f"{shown} must be made without arguments: {error}") from error
+        how = "from its settings" if given else "without arguments"
+        raise PluginError(f"{shown} must be made {how}: {error}") from error
 
 
 STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_strategy)  # type: ignore[type-abstract]

@@ -166,7 +166,8 @@ def resolve_grammar(given: Any) -> Spec | CompiledGrammar | None:
         UnknownNameError: no grammar has this name. PluginError: several plugins claim the name, or the object's type.
         GrammarError: the object, or the plugin's value for it, is not a grammar.
     """
-    return _named(given) if isinstance(given, str) else as_spec(registry().grammar_of(given))
+    value = registry().grammar_of(given)  # also of a plugin's own type of strings
+    return _named(value) if isinstance(value, str) else as_spec(value)
 
 
 def _named(name: str) -> Spec | CompiledGrammar:

@@ -204,7 +204,7 @@ def check_case(verifier: Verifier, case: EnumerationCase, drafts: Enumeration) -
     double = replace(drafts.block, siblings=Topology.from_parents(case.parents).max_siblings)
     single = replace(drafts.block, target=double.target.float(), draft=double.draft.float())
     for block in (double, single):
-        inputs = block.nodes, block.target, block.draft
+        inputs = block.nodes, block.target, block.draft, *vars(block.tree).values()
         copies = [tensor.clone() for tensor in inputs]
         outcomes = verifier.outcomes(block)
         check_outcomes(outcomes, block, verifier.name)
@@ -326,7 +326,8 @@ def _refuse(block: Block, wrong: Tensor, shown: Tensor, reason: str) -> None:
 def _check_no_graph_break(verifier: Verifier, block: Block) -> None:
     """Traces ``outcomes`` with torch.compile, without generating code, and raises AssertionError if the graph breaks."""
     try:
-        traced = torch.compile(verifier.outcomes, fullgraph=True, backend="eager")(block)
+        with torch._dynamo.config.patch(capture_scalar_outputs=False):  # so that `.item()` breaks it
+            traced = torch.compile(verifier.outcomes, fullgraph=True, backend="eager")(block)
     except Exception as error:
         raise AssertionError(f"{verifier!r} cannot be compiled without graph breaks: {error}") from error
     assert torch.allclose(traced.end, verifier.outcomes(block).end), (

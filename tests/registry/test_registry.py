@@ -279,6 +279,11 @@ ODD: tuple[dict[str, Any], ...] = (
         (hooking("decoders_strategies", lambda self: 3), "iterable of classes, not int"),
         (plugin_with(Prefill), "'chunk' of strategy 'prefill' would be read from DECODERS_PREFILL_CHUNK"),
         (plugin_with(Hinted), "'num_assistant_tokens' stands for setting 'lenght', which .* Did you mean 'length'"),
+        (
+            plugin_with(strategy_named("odd", hints={"num_asistant_tokens": "length"})),
+            "Did you mean 'num_assistant_tokens'",
+        ),
+        (plugin_with(strategy_named("odd", __init__=lambda self: None)), "must be made from its settings"),
         (SimpleNamespace(), "no function marked"),
         (plugin_with(int), "builtins.int is not a subclass"),
         (plugin_with("lookahead"), "'lookahead' is not a subclass"),
