@@ -20,8 +20,8 @@ from .sequences import HostRows, HostStep, PromptChunk, Sequences, Step
 from .settings import Configured
 
 __all__ = [
-    "Context", "Draft", "HINTS", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "TRAITS", "check_draft", "finish_all",
-    "finishing", "merged_traits", "no_costs", "no_memory",
+    "Context", "Draft", "HINTS", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "TRAITS", "check_draft",
+    "finish_all", "finishing", "merged_traits", "no_costs", "no_memory",
 ]  # fmt: skip
 
 
