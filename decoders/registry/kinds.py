@@ -203,8 +203,6 @@ def _check_strategy(cls: type[Strategy], shown: str) -> None:
     _check_settings(cls, shown)
     check_traits(cls, shown)
     settings = cls.settings_class
-    _check_made_by_name(cls, shown)
-    _check_made_by_name(cls, shown, settings)
     for setting in settings.model_fields:
         own = OWN_VARIABLES.get(variable_of(cls.name, setting))
         if own is not None:
@@ -237,10 +235,11 @@ def _check_strategy(cls: type[Strategy], shown: str) -> None:
 
 def _check_verifier(cls: type[Verifier], shown: str) -> None:
     _check_settings(cls, shown)
-    _check_made_by_name(cls, shown)
+    check_made(cls, shown)
 
 
-def _check_made_by_name(cls: type[ABC], shown: str, *given: object) -> None:
+def check_made(cls: type[ABC], shown: str, *given: object) -> None:
+    """Raises PluginError if `cls` cannot be called with the arguments `given`: its settings, or none."""
     try:
         inspect.signature(cls).bind(*given)
     except TypeError as error:
@@ -250,10 +249,10 @@ def _check_made_by_name(cls: type[ABC], shown: str, *given: object) -> None:
 
 STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_strategy)  # type: ignore[type-abstract]
 VERIFIER = Kind("verifier", "verifiers", Verifier, "decoders_verifiers", _check_verifier)  # type: ignore[type-abstract]
-BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", _check_made_by_name)  # type: ignore[type-abstract]
+BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", check_made)  # type: ignore[type-abstract]
 
 GRAMMAR = GrammarKind("grammar", "grammars", ABC, "decoders_grammars", lambda cls, shown: None)
-OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", _check_made_by_name)
+OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", check_made)
 GRAMMAR_TYPE = GrammarTypeKind("grammar type", "grammar types", ABC, "decoders_grammar_types", lambda cls, shown: None)
 COMMAND = CommandKind("command", "commands", ABC, "decoders_commands", lambda cls, shown: None)
 

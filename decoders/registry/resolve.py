@@ -15,7 +15,7 @@ from ..settings import Settings, load_settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .builtin import MERGED
-from .kinds import BACKEND, STRATEGY, VERIFIER, check_methods, is_maker
+from .kinds import BACKEND, STRATEGY, VERIFIER, check_made, check_methods, is_maker
 from .plugins import made_by, registry
 
 
@@ -37,6 +37,7 @@ def resolve_strategy(
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
         STRATEGY.check(chosen)
+        check_made(chosen, chosen.__qualname__, chosen.settings_class)
         for given in (call, configured):
             for name, value in (given or {}).items():
                 if isinstance(value, Mapping) and name not in chosen.settings_class.model_fields:
