@@ -139,6 +139,8 @@ class Draft:
         Raises:
             DraftError: the rows have different numbers of tokens.
         """
+        if not all(hasattr(row, "__len__") for row in tokens):
+            raise DraftError(f"Draft.listed needs a list of tokens for every row, not {tokens!r}")
         if len({len(row) for row in tokens}) > 1:
             raise DraftError(
                 f"rows must have equally many draft tokens, not {[len(row) for row in tokens]}: pad with -1"

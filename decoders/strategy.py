@@ -20,10 +20,20 @@ from .sequences import HostRows, HostStep, PromptChunk, Sequences, Step
 from .settings import Configured
 
 __all__ = [
-    "Context", "Draft", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "TRAITS", "check_draft", "finish_all",
-    "finishing", "merged_traits", "no_costs", "no_memory",
+    "Context", "Draft", "HINTS", "HostRows", "HostStep", "PromptChunk", "Sequences", "Step", "Strategy", "TRAITS", "check_draft",
+    "finish_all", "finishing", "merged_traits", "no_costs", "no_memory",
 ]  # fmt: skip
 
+
+#: transformers' arguments about drafting, which a strategy maps to its settings (``Strategy.hints``).
+HINTS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+)
 
 T = TypeVar("T")
 

@@ -22,6 +22,7 @@ from ..common.devices import refuse_meta
 from ..engine.model.layout import context_length, embeddings_of
 from ..errors import ContextLengthError, InputError, SettingsError, UnsupportedError, amount
 from ..settings import RuntimeSettings
+from ..strategy import HINTS
 
 
 def _is_given(value: Any) -> bool:
@@ -87,16 +88,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "negative_prompt_ids": (_is_given, "classifier-free guidance is not supported; drop strategy="),
     "negative_prompt_attention_mask": (_is_given, "classifier-free guidance is not supported; drop strategy="),
 }  # fmt: skip
-
-#: transformers' arguments about drafting, which a strategy maps to its settings (``Strategy.hints``).
-HINTS = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "assistant_early_exit",
-    "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-)
 
 #: Values that transformers up to 5.17 puts into every generation config, although the user did not choose them.
 UNSAID = {

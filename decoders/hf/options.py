@@ -15,9 +15,9 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy, resolve_verifier, strategy_name, with_hints
 from ..settings import RuntimeSettings, load_settings
-from ..strategy import Strategy
+from ..strategy import HINTS, Strategy
 from ..verifiers.verifier import Verifier
-from .arguments import HINTS, OWN, REFUSED, TRANSLATED, first_of, hints_of, loop_options, of_config, said_in, shown
+from .arguments import OWN, REFUSED, TRANSLATED, first_of, hints_of, loop_options, of_config, said_in, shown
 from .attached import is_peft
 
 #: Keywords that a generation config may have, and their JSON types.

@@ -29,7 +29,8 @@ from ..errors import SettingsError, UnsupportedError
 from ..registry.plugins import registry
 from ..registry.resolve import resolve_strategy
 from ..report import Report
-from .arguments import HINTS, IDLE, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
+from ..strategy import HINTS
+from .arguments import IDLE, PLAIN, TRANSLATED, check_lengths, check_pad_token, first_of, resolve_seed, unpad
 from .assistants import Assistants, CallAssistants
 from .given import CACHES, Beginning, CallCache
 from .grammars import Grammars

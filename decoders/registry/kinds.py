@@ -16,7 +16,7 @@ from ..constraints import Backend, full_name
 from ..errors import PluginError, UnknownNameError, canonical, suggest
 from ..report import Observer
 from ..settings import OWN_VARIABLES, Configured, Settings, variable_of
-from ..strategy import TRAITS, Strategy
+from ..strategy import HINTS, TRAITS, Strategy
 from ..verifiers.verifier import Verifier
 
 Provided = TypeVar("Provided", bound=ABC)
@@ -210,6 +210,11 @@ def _check_strategy(cls: type[Strategy], shown: str) -> None:
                 f"setting {setting!r} of strategy {cls.name!r} would be read from {variable_of(cls.name, setting)}, the variable of "
                 f"this package's setting {own!r}: rename the strategy or its setting"
             )
+    for hint in cls.hints:
+        if hint not in HINTS:
+            raise PluginError(
+                f"{shown}.hints: {hint!r} is no drafting argument of transformers. {suggest(str(hint), HINTS)}"
+            )
     named = [(f"hints: {hint!r} stands for setting {setting!r}", setting) for hint, setting in cls.hints.items()]
     for what, setting in (
         *named,
@@ -230,22 +235,24 @@ def _check_strategy(cls: type[Strategy], shown: str) -> None:
 
 def _check_verifier(cls: type[Verifier], shown: str) -> None:
     _check_settings(cls, shown)
-    _check_made_by_name(cls, shown)
+    check_made(cls, shown)
 
 
-def _check_made_by_name(cls: type[ABC], shown: str) -> None:
+def check_made(cls: type[ABC], shown: str, *given: object) -> None:
+    """Raises PluginError if `cls` cannot be called with the arguments `given`: its settings, or none."""
     try:
-        inspect.signature(cls).bind()
+        inspect.signature(cls).bind(*given)
     except TypeError as error:
-        raise PluginError(f"{shown} must be made without arguments: {error}") from error
+        how = "from its settings" if given else "without arguments"
+        raise PluginError(f"{shown} must be made {how}: {error}") from error
 
 
 STRATEGY = Kind("strategy", "strategies", Strategy, "decoders_strategies", _check_strategy)  # type: ignore[type-abstract]
 VERIFIER = Kind("verifier", "verifiers", Verifier, "decoders_verifiers", _check_verifier)  # type: ignore[type-abstract]
-BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", _check_made_by_name)  # type: ignore[type-abstract]
+BACKEND = Kind("grammar backend", "grammar backends", Backend, "decoders_grammar_backends", check_made)  # type: ignore[type-abstract]
 
 GRAMMAR = GrammarKind("grammar", "grammars", ABC, "decoders_grammars", lambda cls, shown: None)
-OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", _check_made_by_name)
+OBSERVER = Kind("observer", "observers", Observer, "decoders_observers", check_made)
 GRAMMAR_TYPE = GrammarTypeKind("grammar type", "grammar types", ABC, "decoders_grammar_types", lambda cls, shown: None)
 COMMAND = CommandKind("command", "commands", ABC, "decoders_commands", lambda cls, shown: None)
 

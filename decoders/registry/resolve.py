@@ -15,7 +15,7 @@ from ..settings import Settings, load_settings
 from ..strategy import Strategy
 from ..verifiers.verifier import Verifier
 from .builtin import MERGED
-from .kinds import BACKEND, STRATEGY, VERIFIER, check_methods, is_maker
+from .kinds import BACKEND, STRATEGY, VERIFIER, check_made, check_methods, is_maker
 from .plugins import made_by, registry
 
 
@@ -37,6 +37,7 @@ def resolve_strategy(
         return chosen
     if inspect.isclass(chosen) and issubclass(chosen, Strategy):
         STRATEGY.check(chosen)
+        check_made(chosen, chosen.__qualname__, chosen.settings_class)
         for given in (call, configured):
             for name, value in (given or {}).items():
                 if isinstance(value, Mapping) and name not in chosen.settings_class.model_fields:
@@ -166,7 +167,8 @@ def resolve_grammar(given: Any) -> Spec | CompiledGrammar | None:
         UnknownNameError: no grammar has this name. PluginError: several plugins claim the name, or the object's type.
         GrammarError: the object, or the plugin's value for it, is not a grammar.
     """
-    return _named(given) if isinstance(given, str) else as_spec(registry().grammar_of(given))
+    value = registry().grammar_of(given)  # also of a plugin's own type of strings
+    return _named(value) if isinstance(value, str) else as_spec(value)
 
 
 def _named(name: str) -> Spec | CompiledGrammar:

@@ -43,10 +43,11 @@ def check_calls_share_no_state(strategy: Strategy, conditions: Conditions = Cond
         again, drafted_again = call(model, inputs)
         changed = memory.difference(before, memory.of_code(strategy))
         assert_same_tokens(model, inputs, first.sequences, again.sequences, "the second of two equal calls")
+    reason = f" ({changed})" if changed else ", or a hook reads tokens beyond a row's length"
     for number, (old, new) in enumerate(zip(drafted, drafted_again, strict=False) if not strategy.timed else ()):
         assert _drafts(old) == _drafts(new), (
             f"the first of two equal calls drafts {_drafts(old)} in step {number + 1}, the second {_drafts(new)}: state leaks "
-            f"from call to call{f' ({changed})' if changed else ''}"
+            f"from call to call{reason}"
         )
     same = again.report.steps == first.report.steps and again.report.accepted == first.report.accepted
     assert same or strategy.timed, (

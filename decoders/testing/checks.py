@@ -63,7 +63,12 @@ def check_settings(strategy: Strategy, conditions: Conditions = Conditions()) ->
         message = str(error)
     assert message, f"{cls.__name__} accepts unknown settings"
     assert "no_such_setting" in message, f"the error of an unknown setting does not name it: {message}"
-    hash(settings)
+    try:
+        hash(settings)
+    except TypeError as error:
+        raise AssertionError(
+            f"{cls.__name__}: {error}: declare a tuple, or for a dict decoders.settings.Table"
+        ) from error
     again = cls.model_validate_json(settings.model_dump_json())
     assert again == settings, f"settings do not survive JSON: {settings!r} came back as {again!r}"
     for part in parts_of(strategy):

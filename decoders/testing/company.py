@@ -212,5 +212,6 @@ def _compare(alone: dict[tuple[int, ...], Any], together: dict[tuple[int, ...], 
         other, own = sorted(together[text] - alone[text]), sorted(alone[text] - together[text])
         raise AssertionError(
             f"in {len(differ)} of {len(common)} steps a row drafts other tokens {where} than alone: after a text of {len(text)} tokens "
-            f"it drafts {other[:3]}, not {own[:3]}. Keep a row's state with its row, or set rows_apart = False in the class"
+            f"it drafts {other[:3]}, not {own[:3]}. Keep a row's state with its row, read no tokens beyond its "
+            "length, or set rows_apart = False in the class"
         )

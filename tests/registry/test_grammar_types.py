@@ -52,6 +52,20 @@ def test_generate_takes_an_object_of_the_plugins_type(speller: Any) -> None:
         assert all(spelt.decode(row[3:], skip_special_tokens=True) in ("yes", "no") for row in out)
 
 
+class Columns(str):
+    """A text that is not the name of a grammar."""
+
+
+def test_a_type_of_strings_is_the_plugins_too() -> None:
+    registry().register(Plugin({Columns: lambda text: decoders.regex(",".join(["[a-z]"] * int(text[4:])))}), "columns")
+    assert resolve_grammar(Columns("csv:3")) == decoders.regex("[a-z],[a-z],[a-z]")
+
+
+def test_the_plugins_function_may_return_the_name_of_a_grammar() -> None:
+    registry().register(Plugin({Form: lambda form: "semver"}), "forms")
+    assert resolve_grammar(Form(())) == resolve_grammar("semver")
+
+
 def test_a_type_may_be_named_and_that_of_a_class_is_its_metaclass() -> None:
     registry().register(Plugin({f"{__name__}.Fields": lambda cls: decoders.choice([cls.__name__])}), "records")
     assert resolve_grammar(Fields("Invoice", (), {})) == decoders.choice(["Invoice"])

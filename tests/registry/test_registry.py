@@ -142,6 +142,11 @@ def test_grammar_backends_are_registered_named_and_resolved(install: Callable[..
         resolve_backend(3)
 
 
+def test_a_strategy_that_cannot_be_made_from_its_settings_is_refused() -> None:
+    with pytest.raises(PluginError, match="must be made from its settings"):
+        resolve_strategy(strategy_named("odd", __init__=lambda self: None))
+
+
 class WithSettings(Backend):
     name = "with_settings"
 
@@ -279,6 +284,10 @@ ODD: tuple[dict[str, Any], ...] = (
         (hooking("decoders_strategies", lambda self: 3), "iterable of classes, not int"),
         (plugin_with(Prefill), "'chunk' of strategy 'prefill' would be read from DECODERS_PREFILL_CHUNK"),
         (plugin_with(Hinted), "'num_assistant_tokens' stands for setting 'lenght', which .* Did you mean 'length'"),
+        (
+            plugin_with(strategy_named("odd", hints={"num_asistant_tokens": "length"})),
+            "Did you mean 'num_assistant_tokens'",
+        ),
         (SimpleNamespace(), "no function marked"),
         (plugin_with(int), "builtins.int is not a subclass"),
         (plugin_with("lookahead"), "'lookahead' is not a subclass"),

@@ -73,6 +73,16 @@ def as_lists(sequences: Sequences) -> Iterator[tuple[list[int], int, int]]:
 TEXTS: dict[tuple[int, ...], list[int]] = {}
 
 
+class ReadsBeyondTheLength(Good):
+    """Proposes what an earlier call has left after the row."""
+
+    on_device = False
+
+    def propose(self, state, sequences):
+        after = sequences.length[:, None] + torch.arange(3)
+        return Draft.chain(sequences.tokens.gather(1, after.clamp(max=sequences.tokens.shape[1] - 1)))
+
+
 class RemembersInItsClass(Good):
     """Proposes what followed the same text in an earlier call."""
 
@@ -155,6 +165,7 @@ class OneGenerator(Good):
         (KeepsItsState, "check_drafts", "propose changed its instance: last is new"),
         (Leaks, "check_drafts", "start changed its instance: calls was 0 and is 1; so state leaks"),
         (RemembersInItsClass, "check_calls_share_no_state", "state leaks from call to call"),
+        (ReadsBeyondTheLength, "check_calls_share_no_state", "or a hook reads tokens beyond a row's length"),
         (RemembersInItsModule, "check_calls_share_no_state", "state leaks from call to call"),
         (RemembersInADefault, "check_calls_share_no_state", "state leaks from call to call"),
         (CountsInItsModule, "check_calls_share_no_state", r"COUNT\[0\] was \d+ and is \d+; state leaks"),

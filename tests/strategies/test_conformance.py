@@ -145,6 +145,10 @@ class SilentSettings(Settings):
     width: int = 3
 
 
+class DictSettings(Settings):
+    width: dict[str, int] = Field({}, description="How many.")
+
+
 class LaxSettings(Settings):
     model_config = ConfigDict(extra="ignore")
 
@@ -172,6 +176,7 @@ def proposing(draft: Callable[[Tensor], Draft]) -> dict[str, Any]:
         ({"propose": read_the_host}, "check_on_device", r"claims on_device = True, but item\(\) waits"),
         ({"settings_class": MutableSettings}, "check_settings", "must be frozen"),
         ({"settings_class": SilentSettings}, "check_settings", "width has no description"),
+        ({"settings_class": DictSettings}, "check_settings", "unhashable type: 'dict'.* decoders.settings.Table"),
         ({"settings_class": LaxSettings}, "check_settings", "accepts unknown settings"),
         ({"name": "Bad-Name"}, "check_class", "snake_case"),
         ({"summary": ""}, "check_class", "summary"),

@@ -100,6 +100,7 @@ WRONG_SHAPES: dict[str, tuple[Callable[[Sequences, Tensor], Any], str]] = {
     "no topology": (lambda s, t: Draft(t, None), "topology must be a Topology or TreeTensors"),
     "too many": (lambda s, t: Draft.chain(s.last.expand(-1, MAX_NODES)), f"{MAX_NODES - 1} tokens per row at most"),
     "uneven lists": (lambda s, t: Draft.listed([[1, 2], [1]]), r"equally many draft tokens, not \[2, 1\]"),
+    "tokens of one row": (lambda s, t: Draft.listed([1, 2]), r"a list of tokens for every row, not \[1, 2\]"),
     "chain of a list": (lambda s, t: Draft.chain([1, 2]), "a chain needs a tensor"),
     "chain of a row": (lambda s, t: Draft.chain(t[0]), r"not torch.int64 \[3\]"),
     "branches of a chain": (lambda s, t: Draft.branches(t), "branches need a tensor"),

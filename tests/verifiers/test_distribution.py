@@ -71,6 +71,23 @@ class Eager(Rejection):
         return Outcomes(end, block.target)
 
 
+class Scaling(Rejection):
+    """Reads a value on the host, and torch.compile can trace it."""
+
+    def outcomes(self, block: Block) -> Outcomes:
+        outcomes = super().outcomes(block)
+        return replace(outcomes, end=outcomes.end + block.target.sum().item() * 0)
+
+
+class MovesTheTree(Rejection):
+    """Computes with parents in place."""
+
+    def outcomes(self, block: Block) -> Outcomes:
+        outcomes = super().outcomes(block)
+        block.tree.parents.zero_()
+        return outcomes
+
+
 class Peeking(Rejection):
     """Reads a value on the host."""
 
@@ -88,6 +105,8 @@ class Peeking(Rejection):
         (TokenWeights, "the target.s is"),
         (Eager, "the target.s is|without a draft token"),
         (Peeking, "without graph breaks"),
+        (Scaling, "reads values on the host"),
+        (MovesTheTree, "writes into the block"),
     ],
 )
 def test_broken_rule_is_caught(broken, reason):
