@@ -65,6 +65,13 @@ def test_alternatives_of_numbers_are_bounded_as_values_are(monkeypatch: pytest.M
         JsonSchema({"anyOf": [{"const": 2 * i} for i in range(8)]}).language()
 
 
+def test_choosing_which_properties_must_exist_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "STEPS", 15_000)
+    must_exist = [{"not": {"additionalProperties": {"const": i}}} for i in range(3)]
+    with pytest.raises(GrammarError, match="STEPS"):
+        JsonSchema({"allOf": [*must_exist, {"properties": {f"p{i}": {} for i in range(20)}}]}).language()
+
+
 @pytest.mark.parametrize("name", DISTANT)
 def test_a_distant_limit_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, limit = DISTANT[name]
