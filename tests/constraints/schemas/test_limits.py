@@ -103,11 +103,12 @@ def test_limit_is_named_in_time(name: str) -> None:
         {"pattern": "^(a+)+$", "enum": ["a" * 5000 + "b", "aa"]},
         {"anyOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(150)]},
         {"$ref": "#/$defs/0", "$defs": LEVELS},
+        {"uniqueItems": True, "items": {"enum": list(range(9))}},
     ],
     ids=[
         "enum", "length", "pattern and a length that no text has", "a number of items that no text has", "many properties",
         "a least number of as many properties as there may be", "a greatest number that is no condition", "pattern and length",
-        "pattern of exponential backtracking", "alternatives", "levels",
+        "pattern of exponential backtracking", "alternatives", "levels", "different items",
     ],
 )  # fmt: skip
 def test_large_but_legal(schema: dict[str, Any]) -> None:
