@@ -73,8 +73,8 @@ class TranslatedText:
 
     @property
     def pending(self) -> bytes:
-        """The bytes of an incomplete character at the end of the text, which `ids` does not contain yet."""
-        return self.text[self._ends[-1] if self._ends else 0 :]
+        """The bytes of an incomplete character at the end of the text, which `ids` does not contain yet; `ids` is not empty."""
+        return self.text[self._ends[-1] :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
         """The text of `drafted`, tokens of the draft model, in the target's tokens. Empty if the text does not begin with `pending`."""

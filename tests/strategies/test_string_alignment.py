@@ -61,6 +61,16 @@ def test_a_row_keeps_what_the_draft_model_has_read_of_it() -> None:
     assert row.valid > len(before) - 8 and row.ids[: row.valid] == before[: row.valid]
 
 
+def test_a_step_encodes_only_the_end_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
+    tokens, row = own.encoded((TEXT * 4).encode()), TranslatedText(own, other, ())
+    row.read(tokens[:-1])
+    encoded, encode = [], Vocabulary.encoded
+    monkeypatch.setattr(Vocabulary, "encoded", lambda *given: encoded.append(len(given[1])) or encode(*given))
+    row.read(tokens[-1:])
+    assert encoded[0] < len(TEXT)
+
+
 def test_what_is_drafted_comes_back_in_the_targets_tokens() -> None:
     own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
     tokens = own.encoded(TEXT.encode())
