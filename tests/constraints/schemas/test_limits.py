@@ -72,6 +72,12 @@ def test_choosing_which_properties_must_exist_is_work(monkeypatch: pytest.Monkey
         JsonSchema({"allOf": [*must_exist, {"properties": {f"p{i}": {} for i in range(20)}}]}).language()
 
 
+def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "PLACES", 5)
+    with pytest.raises(GrammarError, match="the limit PLACES = 5 "):
+        JsonSchema({"properties": {f"p{i}": {"minLength": i} for i in range(8)}}).language()
+
+
 @pytest.mark.parametrize("name", DISTANT)
 def test_a_distant_limit_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, limit = DISTANT[name]
