@@ -190,8 +190,8 @@ def test_a_conversation_grows_no_larger_than_a_body(served: Any, service_of: Any
 def test_thoughts_belong_to_what_the_assistant_says_next() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    messages = messages_of([thought, user, thought, said])
-    assert messages == [user, said | {"reasoning_content": "hm"}]
+    messages = messages_of([thought, user, thought, said, said])
+    assert messages == [user, said | {"reasoning_content": "hm"}, said]
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": [WALK]}])
