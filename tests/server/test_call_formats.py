@@ -28,6 +28,7 @@ from decoders.constraints import (
 )
 from decoders.constraints.call_arguments import Progress
 from decoders.constraints.schemas.raw_text import Parameters
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError, UnknownNameError
 from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.bodies import Message, Tool
@@ -411,6 +412,20 @@ def test_what_no_grammar_expresses_is_judged_in_every_notation(name: str) -> Non
                     own.whole(text)
     with pytest.raises(GrammarError, match="tools: once: .*uniqueItems"):
         language(True)
+
+
+def test_an_answer_is_judged_as_calls_or_as_text() -> None:
+    items = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    format = format_named("hermes")
+    spec = CallSpec(
+        (Called.of("once", {"type": "object"}, None),), format, alone=False, text=JsonSchema(items, strict=False)
+    )
+    whole = spec.language().whole
+    assert whole is not None
+    whole(format.written([("once", "{}")]))
+    whole('["a", "b"]')
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        whole('["a", "a"]')
 
 
 DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"
