@@ -214,7 +214,7 @@ class CallAssistants:
             SettingsError: `assistant_tokenizer` belongs to another model.
         """
         loaded, own = self.kept.load(model, self.target) if isinstance(model, str) else (base_of(model), None)
-        if own is None and self.assistant_tokenizer is not None:
+        if own is None:
             check_tokenizer(loaded, own := self.assistant_tokenizer, "assistant_tokenizer", "draft model")
         return loaded, own
 

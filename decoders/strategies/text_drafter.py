@@ -9,6 +9,7 @@ The target may split the same text into other tokens. Then fewer draft tokens ar
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
@@ -73,8 +74,8 @@ class TranslatedText:
 
     @property
     def pending(self) -> bytes:
-        """The bytes of an incomplete character at the end of the text, which `ids` does not contain yet."""
-        return self.text[self._ends[-1] if self._ends else 0 :]
+        """The bytes of an incomplete character at the end of the text, which `ids` does not contain yet; `ids` is not empty."""
+        return self.text[self._ends[-1] :]
 
     def proposed(self, drafted: Sequence[int]) -> list[int]:
         """The text of `drafted`, tokens of the draft model, in the target's tokens. Empty if the text does not begin with `pending`."""
@@ -143,7 +144,9 @@ class TextDrafter:
         self.rows = [
             TranslatedText(vocabularies.own, vocabularies.other, vocabularies.begin) for _ in range(context.rows)
         ]
-        self.capacity = context.slots
+        # On a CPU the draft model's cache grows.
+        self.capacity = math.inf if self.device.type == "cpu" else context.slots
+        self._without_text = TranslatedText(vocabularies.own, vocabularies.other, ())
         self.module: ModulePasses = context.module(
             likeliest_tokens(vocabularies.model), ahead=length + 2, on_device=False,
             example=(torch.zeros(1, 1, dtype=torch.int64, device=context.device),),
@@ -161,29 +164,27 @@ class TextDrafter:
         for row, written, end in zip(self.rows, known.tokens_from(first), known.lengths, strict=True):
             if end > len(row.tokens):
                 row.read(written[len(row.tokens) - first :])
-        # A token of the target may be many tokens of the draft model. Rows that exceed the draft model's cache get no draft.
-        open_rows = [
-            not ended and bool(row.ids) and (self.device.type == "cpu" or len(row.ids) < self.capacity)
-            for row, ended in zip(self.rows, known.finished, strict=True)
-        ]
+        # A token of the target may be many tokens of the draft model. Rows that exceed the draft model's cache are not read, and get
+        # no draft.
+        rows = [row if len(row.ids) < self.capacity else self._without_text for row in self.rows]
+        open_rows = [not ended and bool(row.ids) for row, ended in zip(rows, known.finished, strict=True)]
         if not any(open_rows):
-            return Draft.chain(torch.full((len(self.rows), 1), -1, device=self.device))
-        drafted = self._run(length).tolist()
+            return Draft.chain(torch.full((len(rows), 1), -1, device=self.device))
+        drafted = self._run(rows, length).tolist()
         proposals = [
             row.proposed(ids)[: 2 * length] if going else []
-            for row, ids, going in zip(self.rows, drafted, open_rows, strict=True)
+            for row, ids, going in zip(rows, drafted, open_rows, strict=True)
         ]
         width = max(1, *map(len, proposals))
         padded = [[*ids, *[-1] * (width - len(ids))] for ids in proposals]
         return Draft.listed(padded)
 
-    def _run(self, length: int) -> Tensor:
+    def _run(self, rows: Sequence[TranslatedText], length: int) -> Tensor:
         """The draft model's greedy continuation of the rows, ``[B, length]`` int64."""
-        rows = self.rows
         while (missing := max(len(row.ids) - row.valid for row in rows)) > CHUNK:
             taken = min(missing - 1, CHUNK)
             starts = [min(row.valid, max(len(row.ids) - 1, 0)) for row in rows]
-            self.module(*self._window(starts, taken), last=True)
+            self.module(*self._window(rows, starts, taken), last=True)
             for row, start in zip(rows, starts, strict=True):
                 row.valid = min(start + taken, max(len(row.ids) - 1, 0))
         width = max(2, missing)
@@ -192,7 +193,7 @@ class TextDrafter:
         last = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=self.device)[:, None]
         # Only the token after each row's last token is needed. If no row is shorter than the pass, the pass's last node predicts it.
         even = all(len(row.ids) >= width for row in rows)
-        best = self.module(*self._window(starts, width), last=even)
+        best = self.module(*self._window(rows, starts, width), last=even)
         place = ends - torch.tensor(starts, device=self.device)
         drafted = [best if even else best.gather(1, place[:, None])]
         for step in range(1, length):
@@ -203,9 +204,9 @@ class TextDrafter:
             row.valid = len(row.ids)
         return torch.cat(drafted, dim=1)
 
-    def _window(self, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+    def _window(self, rows: Sequence[TranslatedText], starts: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
         """The inputs of a pass: every row's first slot ``[B]`` and tokens ``[B, count]``. Tokens after a row's end are arbitrary."""
-        ids = [row.ids[start : start + count] for row, start in zip(self.rows, starts, strict=True)]
+        ids = [row.ids[start : start + count] for row, start in zip(rows, starts, strict=True)]
         padded = [[*some, *[0] * (count - len(some))] for some in ids]
         return torch.tensor(list(starts), device=self.device), torch.tensor(padded, device=self.device)
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from decoders.constraints.coerce import as_spec
-from decoders.constraints.specs import Spec
+from decoders.constraints.specs import Choice, Spec
 from decoders.errors import GrammarError
 
 from .test_coerce import accepts, assert_tells_apart
@@ -38,6 +38,11 @@ TERMS: list[tuple[Any, list[str], list[str]]] = [
 @pytest.mark.parametrize(("value", "good", "bad"), TERMS)
 def test_terms_of_outlines_are_read_as_outlines_means_them(value: Any, good: list[str], bad: list[str]) -> None:
     assert_tells_apart(as_spec(value), good, bad)
+
+
+@pytest.mark.parametrize("term", [dsl.Choice(["a.b", "1", "a.b"]), named.either("a.b", "1")])
+def test_alternatives_that_are_texts_are_a_choice(term: Any) -> None:
+    assert as_spec(term) == Choice(("a.b", "1"))  # a choice may be longer than a pattern
 
 
 def test_terms_are_called_by_what_they_are() -> None:

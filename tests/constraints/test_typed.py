@@ -146,6 +146,15 @@ def test_a_type_whose_schema_says_everything_is_not_judged(kind: Any) -> None:
     assert not asks_more(kind)
 
 
+def test_equal_types_share_what_is_compiled_and_types_of_one_name_do_not() -> None:
+    def key_of(multiple: int) -> str:
+        return decoders.json_schema(dict[Odd, Annotated[int, Field(multiple_of=multiple)]]).key  # type: ignore[valid-type]
+
+    assert key_of(3) == key_of(3) != key_of(5)
+    one, other = (type("Same", (Known,), {}) for _ in range(2))
+    assert typed._identity(list[one]) != typed._identity(list[other])  # type: ignore[valid-type]
+
+
 @pytest.mark.parametrize(
     "schema",
     [{"type": "int", "prime": True}, {"type": "quaternion"}, {"type": "model", "config": {"later": 1}}],

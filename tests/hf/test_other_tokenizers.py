@@ -43,6 +43,11 @@ def test_tokens_with_the_same_bytes_are_mapped_and_the_others_are_read_by_their_
             assert own.decode([token]).endswith(other.decode([int(tokens.read[token])]))
 
 
+def test_tokens_that_the_draft_model_has_no_embedding_for_are_not_read():
+    target, _, own, other = pair()
+    assert token_map(model(280, 1), target, own, other).read.max() < 280 < len(other)
+
+
 def test_the_draft_says_in_the_targets_ids_what_it_says_in_its_own():
     target, draft, own, other = pair()
     tokens = token_map(draft, target, own, other)

@@ -265,7 +265,7 @@ Required = type("Required", (PromptLookup,), {"name": "required", "settings_clas
 #: Declarations of the wrong type.
 ODD: tuple[dict[str, Any], ...] = (
     {"summary": None}, {"needs": True}, {"exact": "no"}, {"on_device": 1}, {"auto_place": "first"}, {"auto_settings": ["length"]},
-    {"hints": ["length"]}, {"hidden_layers": -1}, {"grade_rates": (2.0,)},
+    {"hints": ["length"]}, {"hidden_layers": -1}, {"grade_rates": (2.0,)}, {"grade_rates": ("1",)}, {"grade_rates": [0.5]},
 )  # fmt: skip
 
 

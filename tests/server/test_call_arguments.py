@@ -147,6 +147,14 @@ def test_kinds_do_not_grow_with_the_names_that_are_asked_for() -> None:
     assert Kinds("{}")["a"] == KINDS
 
 
+def test_kinds_follow_plain_pointers_only() -> None:
+    for reference, kinds in (("#/$defs/a~1b", {"string"}), ("#named", KINDS), ("other.json", KINDS), (5, KINDS)):
+        schema = {"type": "object", "$defs": {"a/b": {"type": "string"}}, "properties": {"a": {"$ref": reference}}}
+        assert Kinds(json.dumps(schema))["a"] == kinds, reference
+    inner = {"$defs": {"a": {"type": "string"}, "b": {"$id": "b"}}, "properties": {"a": {"$ref": "#/$defs/a"}}}
+    assert Kinds(json.dumps(inner))["a"] == KINDS
+
+
 class Clock:
     """Time on the processor, which passes when it is asked for."""
 

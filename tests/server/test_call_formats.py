@@ -28,11 +28,12 @@ from decoders.constraints import (
 )
 from decoders.constraints.call_arguments import Progress
 from decoders.constraints.schemas.raw_text import Parameters
+from decoders.constraints.specs import JsonSchema
 from decoders.errors import GrammarError, UnknownNameError
 from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.bodies import Message, Tool
 from decoders.server.grammars import Calling
-from decoders.server.prompts import Conversations
+from decoders.server.prompts import Conversations, _without_system
 from decoders.server.reasoning import Reasoning
 from decoders.server.refusals import Refusal
 
@@ -411,6 +412,27 @@ def test_what_no_grammar_expresses_is_judged_in_every_notation(name: str) -> Non
                     own.whole(text)
     with pytest.raises(GrammarError, match="tools: once: .*uniqueItems"):
         language(True)
+
+
+def test_system_messages_go_before_the_parts_of_the_next_user_message() -> None:
+    system, parts = {"role": "system", "content": "Be brief."}, [{"type": "image"}]
+    user = {"role": "user", "content": parts}
+    merged = user | {"content": [{"type": "text", "text": "Be brief.\n\n"}, *parts]}
+    assert _without_system([system, user, user]) == [merged, user]
+
+
+def test_an_answer_is_judged_as_calls_or_as_text() -> None:
+    items = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    format = format_named("hermes")
+    spec = CallSpec(
+        (Called.of("once", {"type": "object"}, None),), format, alone=False, text=JsonSchema(items, strict=False)
+    )
+    whole = spec.language().whole
+    assert whole is not None
+    whole(format.written([("once", "{}")]))
+    whole('["a", "b"]')
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        whole('["a", "a"]')
 
 
 DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"

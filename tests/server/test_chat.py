@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -20,7 +21,7 @@ from decoders.prompts.templates import CallStyle, format_named
 from decoders.server.bodies import ChatBody, Tool
 from decoders.server.grammars import Calling
 from decoders.server.prompts import Conversations
-from decoders.server.refusals import parsed
+from decoders.server.refusals import Refusal, parsed
 
 ROUTE = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two and two"}]}
@@ -300,6 +301,18 @@ def test_calls_beside_a_format_are_at_the_beginning() -> None:
     assert calling.read(text, True).text == text and not calling.read(text, True).calls
     assert calling.read(text[:3], False).text == text[:1] and calling.read("<c", False).text == ""
     assert len(calling.read(f"<call>{CALL}</call>", True).calls) == 1
+
+
+def test_a_format_beside_calls_that_special_tokens_mark_is_refused() -> None:
+    text = {"type": "regex", "regex": "a"}
+    body = ChatBody.model_validate_json(
+        json.dumps({"messages": ASKED["messages"], "tools": TOOLS, "response_format": text})
+    )
+    style = style_of("<call>", "</call>")
+    calling = Calling.of(body, style)
+    assert calling is not None and calling.format is not None
+    with pytest.raises(Refusal, match="marks calls with special tokens"):
+        Calling.of(body, replace(style, special=True))
 
 
 NESTED = {

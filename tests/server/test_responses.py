@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 pytest.importorskip("fastapi")
 
 from decoders.server.refusals import Refusal
-from decoders.server.response_bodies import messages_of
+from decoders.server.response_bodies import ResponseBody, messages_of
 from decoders.server.responses import Kept
 
 from .test_chat import post
@@ -187,11 +187,20 @@ def test_a_conversation_grows_no_larger_than_a_body(served: Any, service_of: Any
         assert client.get(f"{ROUTE}/{second['id']}").json() == second
 
 
+def test_a_choice_among_tools_has_a_mode_and_tools() -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "walk"}]}
+    choice = ResponseBody.model_validate({"input": "a", "tool_choice": allowed})._choice()
+    assert choice["allowed_tools"].mode == "required" and choice["allowed_tools"].tools[0].function.name == "walk"
+    for name in ("mode", "tools"):
+        body = {"input": "a", "tool_choice": {key: value for key, value in allowed.items() if key != name}}
+        assert ResponseBody.model_validate(body)._choice() == {"type": "allowed_tools"}
+
+
 def test_thoughts_belong_to_what_the_assistant_says_next() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    messages = messages_of([thought, user, thought, said])
-    assert messages == [user, said | {"reasoning_content": "hm"}]
+    messages = messages_of([thought, user, thought, said, said])
+    assert messages == [user, said | {"reasoning_content": "hm"}, said]
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": [WALK]}])

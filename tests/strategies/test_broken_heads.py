@@ -64,6 +64,7 @@ def folder_of(tmp_path: Path) -> Callable[[str], Path]:
         ("eagle3", dict(rope_scaling=dict(type="weird")), "rope_scaling: Unknown rope_type 'weird'. Choose from: default, dynamic"),
         ("eagle3", dict(rope_scaling=dict(type=["yarn"])), "rope_scaling: Unknown rope_type ['yarn']"),
         ("eagle3", dict(rope_scaling=dict(rope_type="llama3")), "low_freq_factor"),
+        ("eagle3", dict(rope_scaling=dict(rope_type="linear", factor="x")), "transformers cannot build this Llama layer: unsupported"),
         ("eagle3", dict(rope_scaling=5), "rope_scaling: Input should be a valid dictionary (got 5)"),
         ("eagle3", dict(draft_vocab_size="x"), "draft_vocab_size: Input should be a number (got 'x')"),
         ("eagle3", dict(architectures=5), "architectures: Input should be a valid list (got 5)"),

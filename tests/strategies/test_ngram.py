@@ -181,13 +181,18 @@ def test_file_is_read_again_only_when_it_was_written_again(tmp_path, monkeypatch
 def broken_tables(folder: Path) -> dict[str, tuple[Path, str]]:
     """Kind of defect to a file that has it and what the error must say."""
     good = table_of([1, 2, 3])
-    made = {name: folder / f"{name}.safetensors" for name in ("text", "other", "version", "half", "range", "vocab")}
+    made = {
+        name: folder / f"{name}.safetensors"
+        for name in ("text", "other", "version", "half", "totals", "range", "vocab")
+    }
     made["text"].write_text("no safetensors")
     save_file({"x": torch.zeros(1)}, made["other"])
     about = {"format": "decoders-ngram-table", "version": "1", "vocab_size": "100", "max_ngram": "1", "tokens": "3"}
     save_file({"x": torch.zeros(1)}, made["version"], metadata=about | {"version": "9"})
     save_file({"x": torch.zeros(1)}, made["half"], metadata=about | {"source": ""})
-    good.orders[0].followers[0, 0] = V
+    order = good.orders[0]
+    NgramTable((order._replace(totals=order.totals[1:]),), V, 3, "").save(made["totals"])
+    order.followers[0, 0] = V
     good.save(made["range"])
     NgramTable.count([(torch.tensor([1, 2, 3]), 0)], 4000).save(made["vocab"])
     return {
@@ -197,12 +202,13 @@ def broken_tables(folder: Path) -> dict[str, tuple[Path, str]]:
         "other": (made["other"], "its format is None, not 'decoders-ngram-table'"),
         "version": (made["version"], "version '9', this package reads '1'"),
         "half": (made["half"], "is not an n-gram table"),
+        "totals": (made["totals"], "is damaged"),
         "range": (made["range"], "is damaged"),
         "vocab": (made["vocab"], "vocabulary of 4000 tokens, the model's has 128"),
     }
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "text", "other", "version", "half", "range", "vocab"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "text", "other", "version", "half", "totals", "range", "vocab"])
 def test_table_that_cannot_be_used_is_explained(kind, tmp_path):
     path, message = broken_tables(tmp_path)[kind]
     model = decoders.enable(tiny_model("llama"))

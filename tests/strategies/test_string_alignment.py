@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import decoders
+from decoders.common import host_reads
 from decoders.constraints.vocabulary import Vocabulary
 from decoders.engine.decode.proposer import Proposer
 from decoders.errors import UnsupportedError
@@ -61,6 +62,16 @@ def test_a_row_keeps_what_the_draft_model_has_read_of_it() -> None:
     assert row.valid > len(before) - 8 and row.ids[: row.valid] == before[: row.valid]
 
 
+def test_a_step_encodes_only_the_end_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
+    tokens, row = own.encoded((TEXT * 4).encode()), TranslatedText(own, other, ())
+    row.read(tokens[:-1])
+    encoded, encode = [], Vocabulary.encoded
+    monkeypatch.setattr(Vocabulary, "encoded", lambda *given: encoded.append(len(given[1])) or encode(*given))
+    row.read(tokens[-1:])
+    assert encoded[0] < len(TEXT)
+
+
 def test_what_is_drafted_comes_back_in_the_targets_tokens() -> None:
     own, other = bytes_of(tokenizer(340, TEXT)), bytes_of(tokenizer(290, "a file is a file"))
     tokens = own.encoded(TEXT.encode())
@@ -103,6 +114,30 @@ def test_drafts_of_other_designs(architecture: str) -> None:
         assistant_tokenizer=other, **options,
     )  # fmt: skip
     assert drafted.tolist() == target.generate(ids, strategy="autoregressive", **options).tolist()
+
+
+def test_a_row_that_exceeds_a_cache_that_does_not_grow_gets_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the draft model's tokens are single bytes."""
+    own, other = tokenizer(340, TEXT), tokenizer(258, "zq")
+    target, draft = decoders.enable(model(len(own), 0), own), model(len(other), 1)
+    long = torch.tensor(own(TEXT * 12)["input_ids"][:300])
+    ids, mask = torch.stack([long, long]), torch.ones(2, 300, dtype=torch.int64)
+    mask[1, :-8] = 0
+    options = dict(max_new_tokens=8, do_sample=False, decoders_config=EAGER, attention_mask=mask)
+    plain = target.generate(ids, strategy="autoregressive", **options)
+
+    class OfFixedSize(text_drafter.TextDrafter):
+        def __init__(self, context: Any, *given: Any) -> None:
+            super().__init__(context, *given)
+            self.capacity = context.slots
+
+    monkeypatch.setattr("decoders.strategies.speculative.TextDrafter", OfFixedSize)
+    monkeypatch.setattr(host_reads, "static_shapes", lambda device: True)
+    out = target.generate(
+        ids, strategy="speculative", strategy_config={"alignment": "strings"}, assistant_model=draft, assistant_tokenizer=other,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    assert out.sequences.tolist() == plain.tolist() and out.report.drafted > 0
 
 
 def test_a_draft_with_the_targets_own_weights_is_accepted_and_the_report_says_how_it_drafts(monkeypatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +74,14 @@ def test_rows_that_have_ended_keep_no_one_drafting():
     state = scripted([1.0] * 16, [0.5, 0.5] + [1.0] * 14)
     draft = Threshold().propose(state, sequences(2, finished=[True, False]))
     assert state.drafter.made == 2 and draft.tokens[1].tolist() == [1, 2]
+
+
+def test_a_draft_has_the_scores_that_its_tokens_were_drawn_from(monkeypatch):
+    state, scores = scripted([0.9, 0.1, 1.0]), torch.randn(1, 1, 8)
+    extend = state.drafter.extend
+    monkeypatch.setattr(state.drafter, "extend", lambda: replace(extend(), scores=scores * state.drafter.made))
+    draft = Threshold().propose(state, sequences(1))
+    assert torch.equal(draft.scores, torch.cat([scores, scores * 2], dim=1))
 
 
 @pytest.mark.parametrize("start, accepted, limit", [(0.1, 1, 0.05), (0.94, 0, 0.95)])

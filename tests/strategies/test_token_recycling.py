@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,17 @@ from hypothesis import strategies as st
 from decoders import enable, forget
 from decoders.strategies import TokenRecycling
 from decoders.strategies.draft_tree import likely_paths
-from decoders.strategies.token_recycling import FOLLOWED, SUREST, fill, filled, follow, learn, learn_listed, levels_of
+from decoders.strategies.token_recycling import (
+    FOLLOWED,
+    SUREST,
+    _verified,
+    fill,
+    filled,
+    follow,
+    learn,
+    learn_listed,
+    levels_of,
+)
 from decoders.testing import prompts, tiny_model
 from decoders.tree import Topology
 
@@ -108,6 +121,12 @@ def test_the_host_learns_and_fills_what_tensors_do(data):
     last = torch.randint(0, V, (rows, 1), generator=generator)
     tokens, grades = fill(by_tensors, last, *parts)
     assert filled(by_host, last[:, 0].tolist(), topology.parents[1:], ranks) == (tokens.tolist(), grades.tolist())
+
+
+def test_the_host_learns_nothing_from_rows_that_have_ended():
+    parts = dict(nodes=[[3, 4], [5, 6]], path=[[0, 1], [0, 1]], accepted=[1, 0], emitted=[2, 0])
+    step: Any = SimpleNamespace(**{name: torch.tensor(part) for name, part in parts.items()})
+    assert _verified(step) == [(0, 0, 3), (1, 1, 4)]
 
 
 def test_scores_that_forbid_all_but_one_token_or_are_no_numbers_have_a_grade():

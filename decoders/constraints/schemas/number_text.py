@@ -166,7 +166,7 @@ def integers(low: int | None, high: int | None) -> str:
 
 def _magnitudes(low: int, high: int | None) -> list[str]:
     """Regular expressions that together match the integers from `low` (0 or more) to `high`; None for no bound."""
-    if max(len(str(low)), len(str(high or 0))) > 400:
+    if len(str(low if high is None else high)) > 400:
         limits.exceeded("digits of a bound", 400, "a bound of numbers", "minimum")
     if high is None:
         size = len(str(low))
@@ -264,38 +264,36 @@ def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most
         whether there may be no digits, and the expressions for one digit or more.
     """
     none = low == "" and not open_low and not (high == "" and open_high)
-    return none, [text for text in _following_digits(low, open_low, high, open_high, most, True) if text]
+    return none, [text for text in _following_digits(low, open_low, high, open_high, most) if text]
 
 
-def _following_digits(
-    low: str, open_low: bool, high: str | None, open_high: bool, most: int | None, first: bool
-) -> list[str]:
-    """Expressions for the digits of :func:`_fractions`, at least one digit if `first`. `low` and `high` have no trailing zeros."""
+def _following_digits(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> list[str]:
+    """Expressions for the digits of :func:`_fractions`, "" for none. `low` and `high` have no trailing zeros."""
     if most is not None and most <= 0:
         return [""] if low == "" and not open_low and not (high == "" and open_high) else []
     rest = "*" if most is None else f"{{0,{most - 1}}}"
     every = "[0-9]+" if most is None else f"[0-9]{{1,{most}}}"
     if high is None and low == "":
         if not open_low:
-            return [every] if first else [every, ""]
+            return [every, ""]
         return [f"0*[1-9][0-9]{rest}"] if most is None else [f"[0-9]{{0,{most - 1}}}[1-9]"]
     if high == "" and not (low == "" and not open_low):
         return []
     if high == "":
         zeros = "0+" if most is None else f"0{{1,{most}}}"
-        return [] if open_high else [zeros] if first else [zeros, ""]
-    alternatives = [] if first or low or open_low else [""]
+        return [] if open_high else [zeros, ""]
+    alternatives = [] if low or open_low else [""]
     bottom, top = int(low[:1] or 0), 9 if high is None else int(high[0])
     fewer = None if most is None else most - 1
     if bottom == top:
-        tails = _following_digits(low[1:], open_low, None if high is None else high[1:], open_high, fewer, False)
+        tails = _following_digits(low[1:], open_low, None if high is None else high[1:], open_high, fewer)
         return alternatives + [str(bottom) + tail for tail in tails]
-    alternatives += [str(bottom) + tail for tail in _following_digits(low[1:], open_low, None, False, fewer, False)]
+    alternatives += [str(bottom) + tail for tail in _following_digits(low[1:], open_low, None, False, fewer)]
     if bottom + 1 <= top - 1 or (high is None and bottom + 1 <= top):
         last = top if high is None else top - 1
         alternatives.append(_span(bottom + 1, last) + f"[0-9]{rest}")
     if high is not None:
-        alternatives += [str(top) + tail for tail in _following_digits("", False, high[1:], open_high, fewer, False)]
+        alternatives += [str(top) + tail for tail in _following_digits("", False, high[1:], open_high, fewer)]
     return alternatives
 
 

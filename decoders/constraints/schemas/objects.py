@@ -39,7 +39,8 @@ class Objects:
         properties: the declared properties.
         rest: classes of undeclared keys, each with the node of their values; keys in none of these classes cannot occur. Classes
             that share keys have the same node.
-        exists: each entry requires an undeclared property with a key in the entry's class and a value that satisfies its node.
+        exists: each entry requires an undeclared property with a key in the entry's class, which is not enumerated, and a value that
+            satisfies its node.
         evaluated: the properties that keywords have evaluated; this does not change which objects are in the set.
     """
 
@@ -143,8 +144,10 @@ def complement(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
     exceptions += [(keys, TRUE) for keys in _complement_of_all([keys for keys, _ in a.rest])]
     for keys, node in exceptions:
         undeclared_keys = strings.intersection(keys, undeclared) if undeclared is not None else None
-        if undeclared_keys is not None:
-            left += _resolve_exists(Objects(exists=((undeclared_keys, node),)), algebra)
+        if undeclared_keys is not None and undeclared_keys.values is not None:
+            left += [Objects((Property(name, node, True),)) for name in sorted(undeclared_keys.values)]
+        elif undeclared_keys is not None:
+            left.append(Objects(exists=((undeclared_keys, node),)))
     if a.low:
         left.append(Objects(high=a.low - 1))
     if a.high is not None:
@@ -202,9 +205,7 @@ def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
     """The objects of `a` as a list of sets in which no entry of ``exists`` has the key of a declared property."""
     for index, (keys, node) in enumerate(a.exists):
         declared = (*a.exists[:index], *a.exists[index + 1 :])
-        names_with_key = (
-            sorted(keys.values) if keys.values is not None else [name for name in a.names if keys.contains(name)]
-        )
+        names_with_key = [name for name in a.names if keys.contains(name)]
         if not names_with_key:
             continue
         pieces = []
@@ -214,12 +215,9 @@ def _resolve_exists(a: Objects, algebra: NodeAlgebra) -> list[Objects]:
                 Property(p.name, algebra.nodes.intersection(p.node, node), True) if p.name == name else p
                 for p in a.properties
             )
-            if name not in a.names:
-                properties = (*properties, Property(name, algebra.nodes.intersection(a.value(name), node), True))
             pieces += _resolve_exists(replace(a, properties=properties, exists=declared), algebra)
-        if keys.values is None:
-            undeclared_keys = strings.intersection(keys, Strings(excluded=frozenset(names_with_key)))
-            if undeclared_keys is not None:
-                pieces += _resolve_exists(replace(a, exists=(*declared, (undeclared_keys, node))), algebra)
+        undeclared_keys = strings.intersection(keys, Strings(excluded=frozenset(names_with_key)))
+        if undeclared_keys is not None:
+            pieces += _resolve_exists(replace(a, exists=(*declared, (undeclared_keys, node))), algebra)
         return pieces
     return [a]

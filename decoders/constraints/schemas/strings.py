@@ -144,6 +144,4 @@ def _nothing(strings: Strings) -> bool:
 @lru_cache(maxsize=64)  # each automaton may take 10 MB
 def _automaton(strings: Strings) -> FSM:
     conditions = sorted(strings.conditions, key=repr)  # sets have no fixed order
-    if strings.excluded:
-        conditions = [*conditions, (words(strings.excluded), False)]
-    return automata.automaton(conditions, strings.low, strings.high)
+    return automata.automaton([*conditions, (words(strings.excluded), False)], strings.low, strings.high)

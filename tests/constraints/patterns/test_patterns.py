@@ -133,7 +133,8 @@ def test_negation_is_the_complement(text: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        (r"\bword", r"escape \\b"), (r"(a)\1", r"escape \\1"), ("a(?=b)", "look-ahead"), ("(?<=a)b", "look-behind"),
+        (r"\bword", r"escape \\b"), (r"(a)\1", r"escape \\1"), ("a(?=b)", "look-ahead"), ("^(?=a)b|c", r"look-ahead beside \|"),
+        ("a*(^(?=b)b)", "look-ahead inside a group"), ("(?<=a)b", "look-behind"),
         ("(", "not closed"),
         ("a)", "too many"), ("[b-a]", "wrong order"), ("*a", "nothing to repeat"), ("a{3,2}", "wrong order"), ("[a", "not closed"),
         ("(^a)*", "anchor"), (r"\p{Script=Greek}", "property"), ("a**", "repetition"), ("\\", "backslash"), (r"\u12", "digits"),

@@ -65,6 +65,19 @@ def test_alternatives_of_numbers_are_bounded_as_values_are(monkeypatch: pytest.M
         JsonSchema({"anyOf": [{"const": 2 * i} for i in range(8)]}).language()
 
 
+def test_choosing_which_properties_must_exist_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "STEPS", 15_000)
+    must_exist = [{"not": {"additionalProperties": {"const": i}}} for i in range(3)]
+    with pytest.raises(GrammarError, match="STEPS"):
+        JsonSchema({"allOf": [*must_exist, {"properties": {f"p{i}": {} for i in range(20)}}]}).language()
+
+
+def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "PLACES", 5)
+    with pytest.raises(GrammarError, match="the limit PLACES = 5 "):
+        JsonSchema({"properties": {f"p{i}": {"minLength": i} for i in range(8)}}).language()
+
+
 @pytest.mark.parametrize("name", DISTANT)
 def test_a_distant_limit_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, limit = DISTANT[name]
@@ -96,11 +109,12 @@ def test_limit_is_named_in_time(name: str) -> None:
         {"pattern": "^(a+)+$", "enum": ["a" * 5000 + "b", "aa"]},
         {"anyOf": [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(150)]},
         {"$ref": "#/$defs/0", "$defs": LEVELS},
+        {"uniqueItems": True, "items": {"enum": list(range(9))}},
     ],
     ids=[
         "enum", "length", "pattern and a length that no text has", "a number of items that no text has", "many properties",
         "a least number of as many properties as there may be", "a greatest number that is no condition", "pattern and length",
-        "pattern of exponential backtracking", "alternatives", "levels",
+        "pattern of exponential backtracking", "alternatives", "levels", "different items",
     ],
 )  # fmt: skip
 def test_large_but_legal(schema: dict[str, Any]) -> None:

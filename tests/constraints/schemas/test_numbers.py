@@ -125,3 +125,18 @@ def test_bound_far_away_takes_no_decimals_from_small_numbers() -> None:
     for found in (Numbers(Fraction(-(2**53)), True), Numbers(high=Fraction(10**14), open_high=True)):
         expression = number_text.expression(found)
         assert expression is not None and re.fullmatch(expression, "-0.466")
+
+
+def test_digits_are_few_so_that_no_float_rounds_up_to_an_open_bound() -> None:
+    below = Numbers(low=Fraction(0), high=Fraction(9, 10), open_high=True).simplified()
+    assert below is not None and float("0." + "8" + "9" * 20) == 0.9
+    expression = number_text.expression(below)
+    assert expression is not None and re.fullmatch(expression, "0.8" + "9" * 13)
+    assert not re.fullmatch(expression, "0.8" + "9" * 20)
+
+
+def test_multiples_whose_expression_is_long_are_counted_by_llguidance() -> None:
+    step = Fraction(1, 10**6)
+    assert number_text.expression(Numbers(Fraction(0), high=Fraction("987.65432"), multiple=step)) is not None
+    bounds = Fraction("-1234567.891234"), Fraction("98765431.234567")
+    assert number_text.expression(Numbers(bounds[0], high=bounds[1], multiple=step)) is None

@@ -220,6 +220,13 @@ def test_as_much_is_left_out_as_has_to_be() -> None:
     ]
 
 
+def test_a_condition_of_numbers_left_out_under_not_leaves_the_other_types(accepts: Callable[..., bool]) -> None:
+    either = {"type": ["number", "string"]}
+    language = JsonSchema(either | {"not": either | {"minimum": 10**450}}, strict=False).language()
+    assert "$.not: minimum is left" in language.warnings[-1]
+    assert accepts(language, "5") and not accepts(language, '"5"')
+
+
 def test_what_is_left_out_of_one_pattern_leaves_the_others(accepts: Callable[..., bool]) -> None:
     schema = {
         "patternProperties": {r"\bx": {}, "^y": {"type": "string"}},
