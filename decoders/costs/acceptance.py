@@ -50,8 +50,8 @@ class AcceptanceRates:
         self.grade_rates = dict(grade_rates or {})
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
-        self._graded_right: dict[int, float] = {}  # for each drafter: number of its graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # for each drafter: sum of the declared rates of these tokens
+        self._graded_right: dict[int, float] = {}  # for each drafter: right graded tokens, recent ones weigh more
+        self._graded_expected: dict[int, float] = {}  # for each drafter: declared rates, summed with the same weights
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability that a draft token is right if its parent is right. sources: bits of the drafters that propose the token."""
