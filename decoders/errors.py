@@ -1,4 +1,4 @@
-"""The errors of this package. Every error names the wrong value, the allowed values and, for names, the nearest match."""
+"""The errors of this package. An error about an unknown name lists the allowed names and suggests the nearest."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DraftError(DecodersError, ValueError):
 
 
 class VerifierError(DecodersError, ValueError):
-    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes`, because its result is not a distribution."""
+    """A verifier broke the contract of :class:`decoders.verifiers.verifier.Outcomes` (type, shape or distribution)."""
 
 
 class TrainingError(DecodersError):

@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-long-question-begins-a-short-ones-row-within-its-image", "decoders/engine/decode/prompt_reader.py",
-        "given=batch.request.given is not None or apart,",
+        "given=batch.request.given is not None or reads_images,",
         "given=batch.request.given is not None or bool(read),",
         ("hf/images/test_calls.py",),
     ),

@@ -21,7 +21,7 @@ from .console import plain_console
 INSTEAD = {
     "--num-beams": "No strategy does beam search; transformers' own generate, without strategy=, does",
     "--do-sample": "--temperature 1 samples; without it decoding is greedy",
-    "--draft-model": "--assistant names the draft model, of demo, advise and bench --draft",
+    "--draft-model": "--assistant names the draft model; demo, advise and bench call it --draft",
     "--assistant": "--draft names the draft model here",
     "--draft": "--assistant names the draft model here",
     "--max-length": "--max-new-tokens sets the number of tokens",
@@ -79,7 +79,7 @@ def _name_value(error: typer.BadParameter) -> None:
 
     if isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]
-        named = problem["type"] == "value_error"  # of a choice
+        named = problem["type"] == "value_error"  # the error of a choice, whose message names the value already
         error.message = (
             error.message.removeprefix("Value error, ") if named else f"{error.message}, not {problem['input']!r}"
         )

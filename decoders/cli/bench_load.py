@@ -118,12 +118,12 @@ def measure_load(
     loaded.generation_config.eos_token_id = None
     every = [content for kind in INSTRUCTIONS for _, _, content in instructions(kind)]
     prompts = [encode(tokenizer, content)[:prompt_tokens] for content in every]
-    waves = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
+    whole = arrivals(prompts, requests, new_tokens, longest, rate, seed, spread)
     # Requests do not use cached keys and values of earlier requests, nor what a strategy has learned from them.
     options = {"decoders_config": {"compile": compile, "memory": False, "reuse": False}, "pad_token_id": 0}
     # A short load that prepares and compiles the model before the measured runs.
-    first = [replace(request, seconds=0.0, new_tokens=4) for request in waves[:rows]]
-    rehearse_load(loaded, drafters, waves, options)
+    first = [replace(request, seconds=0.0, new_tokens=4) for request in whole[:rows]]
+    rehearse_load(loaded, drafters, whole, options)
     ours: list[str | Synthetic | None] = [*named, *drafters]
     runs = [(method, strategy) for method in chosen for strategy in (ours if method in METHODS[:2] else [None])]
 
@@ -143,14 +143,14 @@ def measure_load(
 
         @cache
         def opened(method: str) -> Callable[[Sequence[Arrival]], LoadResult]:
-            return stack.enter_context(others[method](waves, str(loaded.dtype).removeprefix("torch.")))
+            return stack.enter_context(others[method](whole, str(loaded.dtype).removeprefix("torch.")))
 
         for repeat in range(repeats):
             for (method, strategy), done in zip(runs, all_runs, strict=True):
                 if repeat == 0 and method != CONTINUOUS:
                     run_of(method, strategy, first)
                     set_aside()  # otherwise a garbage collection would slow down one of the methods
-                done.append(run_of(method, strategy, waves))
+                done.append(run_of(method, strategy, whole))
                 advance(done[-1].method)
     results = [sorted(done, key=lambda result: result.seconds)[len(done) // 2] for done in all_runs]
     come = "at once" if rate is None else f"{rate:g} per second"

@@ -304,8 +304,8 @@ class Run:
             return
         device = methods[0].model.device
         with waiting(self.console, "measuring the memory's bandwidth"):
-            speed = machine.copy_bandwidth(device)
-        self.facts = machine.facts(device) | {"copy_bandwidth": speed}
+            bandwidth = machine.copy_bandwidth(device)
+        self.facts = machine.facts(device) | {"copy_bandwidth": bandwidth}
 
     def _groups(
         self, methods: Sequence[Method], tokenizer: PreTrainedTokenizerBase | None, texts: Texts
@@ -328,7 +328,7 @@ class Run:
         questions = self.plan.questions
 
         def answer(content: Content) -> str:
-            advance("answering first turns")
+            advance("answering earlier turns")
             (work,) = bench.workloads(tokenizer, [("", "", content)])
             call = bench.decode(plain, work, self.plan.new_tokens)
             return str(tokenizer.decode(written(plain, work, call.sequences)[0], skip_special_tokens=True))
@@ -338,15 +338,15 @@ class Run:
 
     def _take_turns(self, name: str, methods: list[Method], groups: list[list[bench.Workload]]) -> None:
         plan, before = self.plan, self.measured
-        speed, label = self.facts["copy_bandwidth"], "" if name == "demo" else name
+        bandwidth, label = self.facts["copy_bandwidth"], "" if name == "demo" else name
         finished = list[Record]()
 
         def show(entries: Sequence[bench.Competitor]) -> None:
             order = list(dict.fromkeys(method.dtype for method in methods))
-            records = finished + bench.summarise(entries, speed, label, name in SHAPES)
+            records = finished + bench.summarise(entries, bandwidth, label, name in SHAPES)
             self.measured = before + sorted(records, key=lambda r: (r.temperature, order.index(r.dtype), r.batch))
 
-        def measured(entries: Sequence[bench.Competitor]) -> None:
+        def show_and_save(entries: Sequence[bench.Competitor]) -> None:
             show(entries)
             self.save(self.as_dict())
 
@@ -357,14 +357,14 @@ class Run:
                 if plan.seconds is not None:  # each run gets an equal part of the remaining time
                     share = plan.seconds / len(plan.subjects)
                     seconds = max(share - (time.monotonic() - began), 0.0) / (runs - number)
-                drawing = [replace(method, sampling=sampling) for method in methods]
+                sampled = [replace(method, sampling=sampling) for method in methods]
                 checks = plan.suite is None and seconds is None
                 total = len(methods) * (1 + len(group) * (plan.repeats + checks))
                 try:
                     with progress_bar(self.console, total) as advance:
                         entries = bench.measure(
-                            drawing, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
-                            first_tokens=plan.suite is None, checks=checks, seconds=seconds, measured=measured,
+                            sampled, group, new_tokens=plan.new_tokens, repeats=plan.repeats, progress=advance,
+                            first_tokens=plan.suite is None, checks=checks, seconds=seconds, measured=show_and_save,
                         )  # fmt: skip
                 except bench.Interrupted as stopped:
                     entries, self.interrupted = stopped.entries, True

@@ -34,8 +34,8 @@ def demo(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="Prompts to complete, the first of each kind: a file or kinds as in bench --prompts. Default: copy,code; "
-            "for other models than the demo model instruct:edit,instruct:summary."
+            help="A file of prompts, or kinds of prompts, as in bench --prompts; the first of each kind is completed. "
+            "Default: copy,code for the demo model, instruct:edit,instruct:summary for other models."
         ),
     ] = None,
     strategies: Annotated[
@@ -135,7 +135,7 @@ def demo(
     methods = b.transformers_methods(target, assistant, names=baselines)
     methods += b.strategy_methods(target, names, assistant, None, {"compile": compile}, tokenizer)
     how = "with compiling, which a later run need not repeat" if compile else "uncompiled"
-    progress.print(f"The table takes up to {seconds:g} s (--seconds), or one round of two methods, {how}.", style="dim")
+    progress.print(f"The table takes up to {seconds:g} s (--seconds), or longer if one round does, {how}.", style="dim")
     began = time.monotonic()
     deadline = began + seconds
     with progress_bar(progress, len(methods)) as advance:
@@ -144,11 +144,11 @@ def demo(
             progress=lambda what, left: advance(what, max(0.0, deadline - time.monotonic())),
         )  # fmt: skip
     console.print(f"{compilation(entries)}\n", style="dim")
-    lively = live and not as_json and console.is_terminal
+    shows_live = live and not as_json and console.is_terminal
     # Each method writes two texts per prompt: one is checked, one is timed for the table. On a terminal, a third text is shown live.
     left = max(0.0, deadline - time.monotonic())
-    new_tokens = affordable_tokens(entries, (2 + lively) * len(workloads), left, max_new_tokens)
-    for (name, _, content), workload in zip(texts, workloads, strict=True) if lively else ():
+    new_tokens = affordable_tokens(entries, (2 + shows_live) * len(workloads), left, max_new_tokens)
+    for (name, _, content), workload in zip(texts, workloads, strict=True) if shows_live else ():
         for entry in entries:
             if entry.method.ours and entry.status == "ok" and time.monotonic() < deadline:
                 show(console, entry.method, workload, tokenizer, name, bare(content), new_tokens)
@@ -176,7 +176,7 @@ def demo(
             console.print(warning, style="yellow")
         console.print(f"{machine.line(facts)}, {dtype}", style="dim")
         if different and dtype != "float32":
-            console.print(f"{different[0].method}: {dtype} rounds near-ties, which may flip a token; float32 does not.")
+            console.print(f"{different[0].method}: rounding to {dtype} may swap almost equally likely tokens.")
         console.print("decoders bench measures all strategies, with settings of your choice.")
         console.print(f"{time.monotonic() - started:.0f} s in all", style="dim")
     if different:

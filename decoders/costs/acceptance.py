@@ -28,8 +28,8 @@ OUTLOOK_WEIGHT = 1 / 8
 CAUTION = 1.15
 
 #: The kind of a draft token: the bits of the drafters that propose it, its depth, its rank among its siblings, and its grade (a number
-#: that a drafter gives a token to say how sure it is). Instead of the bits, the negative of one drafter's bit means: all tokens of this
-#: drafter, whether or not other drafters propose them too. The grade WHICHEVER means: tokens of all grades.
+#: that a drafter gives a token to say how sure it is). In place of the bits, the negative of one drafter's bit stands for all tokens
+#: of this drafter, also those that other drafters propose. The grade WHICHEVER stands for all grades.
 Kind = tuple[int, int, int, int]
 WHICHEVER = -1
 
@@ -50,8 +50,8 @@ class AcceptanceRates:
         self.grade_rates = dict(grade_rates or {})
         self._hits: dict[Kind, float] = {}
         self._trials: dict[Kind, float] = {}
-        self._graded_right: dict[int, float] = {}  # for each drafter: number of its graded tokens that were right
-        self._graded_expected: dict[int, float] = {}  # for each drafter: sum of the declared rates of these tokens
+        self._graded_right: dict[int, float] = {}  # for each drafter: right graded tokens, recent ones weigh more
+        self._graded_expected: dict[int, float] = {}  # for each drafter: declared rates, summed with the same weights
 
     def rate(self, sources: int, depth: int, rank: int = 0, grade: int = WHICHEVER) -> float:
         """The probability that a draft token is right if its parent is right. sources: bits of the drafters that propose the token."""
@@ -253,7 +253,7 @@ class Follower:
             self._open.append((proposals, 0))
 
 
-#: A row that needs this share fewer steps than the longest row is e times less likely to finish last than the longest row.
+#: A row is e times less likely to finish last than the longest row if it needs fewer steps by this share of the longest row's steps.
 LAST_ROW_SPREAD = 1 / 8
 
 

@@ -98,8 +98,8 @@ class CostCurve(_Stored):
     def seconds(self, nodes: int, rows: int, context: int, compiled: bool) -> float:
         """Expected seconds of a step. Interpolates linearly between measured nodes and contexts, and extrapolates beyond the largest.
 
-        If `rows` was not measured, uses the nearest measured number of rows, with the same number of nodes of all rows together. If
-        only compiled steps were measured, or only uncompiled steps, these points are used for both.
+        If `rows` was not measured, uses the nearest measured number of rows, with the same total number of nodes. If only compiled
+        steps were measured, or only uncompiled steps, these points are used for both.
 
         Raises:
             ValueError: the curve has no points.

@@ -137,15 +137,15 @@ def bars(histogram: Sequence[int]) -> str:
     """A bar chart as SVG: how many steps committed 1, 2, … tokens. "" for an empty histogram."""
     if not histogram:
         return ""
-    most, wide, drawn = max(histogram), 26, ""
+    most, width, drawn = max(histogram), 26, ""
     for place, count in enumerate(histogram):
-        left, tall = place * wide, 48 * count / most
+        left, height = place * width, 48 * count / most
         drawn += (
-            f'<rect x="{left + 4}" y="{64 - tall:.0f}" width="{wide - 8}" height="{tall:.0f}" fill="#2e7d32"/>'
-            f'<text x="{left + wide // 2}" y="{60 - tall:.0f}">{count}</text><text x="{left + wide // 2}" y="78">{place + 1}</text>'
+            f'<rect x="{left + 4}" y="{64 - height:.0f}" width="{width - 8}" height="{height:.0f}" fill="#2e7d32"/>'
+            f'<text x="{left + width // 2}" y="{60 - height:.0f}">{count}</text><text x="{left + width // 2}" y="78">{place + 1}</text>'
         )
-    size = f'width="{len(histogram) * wide + 8}" height="84" viewBox="0 -4 {len(histogram) * wide + 8} 88"'
+    size = f'width="{len(histogram) * width + 8}" height="84" viewBox="0 -4 {len(histogram) * width + 8} 88"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="steps by the tokens that they brought" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="number of steps by committed tokens" '
         f'font-size="10" text-anchor="middle" fill="currentColor">{drawn}</svg>'
     )

@@ -51,9 +51,9 @@ def top_k_top_p(scores: Tensor, k: Tensor, value: Tensor) -> Tensor:
     gone = torch.where(better.any(-1, keepdim=True), gone, torch.minimum(gone, equals - 1))
     left = (better & (total - (sums - weights) > limit)).sum(-1, keepdim=True).clamp(min=1)
     lowest = torch.where(gone < equals, kth, best.gather(-1, left - 1))
-    out = torch.where(gone < equals, gone, (best >= lowest).sum(-1, keepdim=True) - left)
-    border = scores == lowest
-    return scores.masked_fill((scores < lowest) | (border & (counted(border) <= out)), float("-inf"))
+    dropped = torch.where(gone < equals, gone, (best >= lowest).sum(-1, keepdim=True) - left)
+    at_border = scores == lowest
+    return scores.masked_fill((scores < lowest) | (at_border & (counted(at_border) <= dropped)), float("-inf"))
 
 
 def counted(marked: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ def counted(marked: Tensor) -> Tensor:
 
 #: Number of a score's bits that each pass decides, from the highest down.
 _PASSES = (11, 11, 10)
-#: For each value of its bits, a pass sums the weights of scores in this many separate sums. Most scores share their upper bits, and
-#: atomic additions to one sum wait for each other.
+#: Number of separate sums that a pass keeps for each value of the bits, and adds up at its end. Most scores share their upper bits,
+#: and atomic additions to one sum wait for each other.
 _COPIES = 16
 #: Greatest number of scores per slice, because a pass needs nine times their memory.
 MOST_AT_ONCE = 2**23
@@ -144,7 +144,10 @@ def kth_without_sort(scores: Tensor, value: Tensor) -> Tensor:
 
 @in_slices
 def top_p_without_sort(scores: Tensor, value: Tensor) -> Tensor:
-    """`scores` ``[B, N, V]`` float32, ``-inf`` for scores that ``top_p`` drops (ties: :func:`top_k_top_p`). value: ``1 - top_p``."""
+    """`scores` ``[B, N, V]`` float32, with ``-inf`` for scores that ``top_p`` drops; ties as in :func:`top_k_top_p`.
+
+    value: ``1 - top_p``.
+    """
     ranks, shares = rank_of(scores), shares_of(scores)
     total = shares.sum(-1, keepdim=True)
     kept = (total - (value.double() * total).long()).clamp(min=1)  # the best token stays

@@ -20,10 +20,10 @@ from ..tree import Topology
 from .draft_model import DraftModelStrategy, DraftTreeSettings
 from .draft_tree import DynamicTree, require_coupled
 
-#: Default of the maximum number of tokens of a draft: LENGTH if the costs of a step have not been measured; otherwise as many as the
-#: costs allow, up to MOST_LENGTH.
+#: Default of the maximum number of tokens of a draft: LENGTH for a tree, or if the costs of a step have not been measured; otherwise as
+#: many as the costs allow, up to MOST_LENGTH.
 LENGTH, MOST_LENGTH = 16, 32
-#: On devices other than a CPU, the host reads values once per draft, after one of these numbers of passes, because it has to wait.
+#: Reading a value from a device other than a CPU makes the host wait. So it reads once per draft, after one of these numbers of passes.
 BUCKETS = (2, 4, 8, 16, 32)
 
 
@@ -38,8 +38,8 @@ class ThresholdSettings(DraftTreeSettings):
     )
     rule: Literal["adaptive", "calibrated"] = Field(
         "adaptive",
-        description="How the threshold adapts. adaptive: after a rejection to the mean of the threshold and the rejected "
-        "token's cumulative probability, otherwise down by `decrease`. calibrated: computed from the measured "
+        description="How the threshold adapts. adaptive: a rejection sets it to the mean of itself and the rejected "
+        "token's cumulative probability; otherwise it falls by `decrease`. calibrated: computed from the measured "
         "costs of drafting and verifying, and the measured acceptance.",
     )
     decrease: float = Field(

@@ -100,7 +100,7 @@ def check_rests(strategy: Strategy, conditions: Conditions = Conditions()) -> No
     eager = replace(conditions, compile=False)
     with conditions.enabled(name) as model, torch.no_grad():
         if not (strategy.reads_layers or strategy.reads_prompt):  # `Resting` forwards neither layers nor prompts
-            what = "left out of every other step"
+            what = "with drafts skipped, cut and replaced"
             run_alike(model, name, Resting(strategy), inputs, eager, what, max_new_tokens=16)
         loop = {"compile": False, "prune": True}
         what = "with draft tokens left out"

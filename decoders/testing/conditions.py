@@ -69,10 +69,10 @@ class Conditions:
         """
         given = _tiny(model) if isinstance(model, str) else model
         was_enabled = "generate" in vars(given)
-        before = _condition(given)
+        before = _read_only(given)
         try:
             yield enable(given)
-            changed = [what for what, value in _condition(given).items() if value != before[what]]
+            changed = [what for what, value in _read_only(given).items() if value != before[what]]
             if changed:
                 _tiny.cache_clear()  # the changed model must not reach other checks
                 raise AssertionError(f"changed {' and '.join(changed)} of the model, which strategies may only read")
@@ -81,7 +81,7 @@ class Conditions:
                 disable(given)
 
 
-def _condition(model: PreTrainedModel) -> dict[str, Any]:
+def _read_only(model: PreTrainedModel) -> dict[str, Any]:
     """The parts of the model's state that a strategy must not change, by the names that error messages use."""
     config = model.generation_config
     return {
@@ -110,7 +110,10 @@ def _draft(name: str) -> PreTrainedModel:
 def needs(
     model: PreTrainedModel, name: str | PreTrainedModel, strategy: Strategy, stops: int | Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The arguments of ``generate`` that a strategy requires: a draft model, or a grammar that allows all texts."""
+    """The arguments of ``generate`` that a strategy requires: a draft model, or a grammar that allows all texts.
+
+    name: the name of the tiny model that `model` is, or `model` itself.
+    """
     options: dict[str, Any] = {}
     if strategy.needs_assistant:
         options["assistant_model"] = _draft(name) if isinstance(name, str) else disable(copy.deepcopy(model))

@@ -39,7 +39,7 @@ def prompts(rows: int = 1, length: int = 24, vocab: int = VOCAB, seed: int = 0) 
 
 
 def decode(model: PreTrainedModel, inputs: dict[str, Tensor], strategy: Any = None, **options: Any) -> Any:
-    """Calls ``model.generate``, greedy unless `options` say otherwise, and returns its output. strategy: None: transformers' loop."""
+    """Returns the output of ``model.generate``, greedy unless `options` say otherwise. strategy: None for transformers' own loop."""
     options = dict(do_sample=False, return_dict_in_generate=True) | options
     if strategy is not None:
         options["strategy"] = strategy
@@ -92,7 +92,7 @@ def _fingerprint(model: PreTrainedModel) -> tuple:
 
 
 def _frozen(value: Any) -> Any:
-    """A hashable equivalent of `value`, for plain data and toy grammars. Raises _NotComparable for everything else."""
+    """A hashable equivalent of `value`, for plain data, tensors and toy grammars. Raises _NotComparable for everything else."""
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     if isinstance(value, Tensor):

@@ -235,7 +235,7 @@ SEEING: Mapping[str, SeeingArchitecture] = MappingProxyType(
 )  # fmt: skip
 
 _EAR = _SIZES | dict(num_mel_bins=8, max_source_positions=20)
-_WIDE_EAR = _EAR | {"intermediate_size": 128}  # several frames make a token
+_WIDE_EAR = _EAR | {"intermediate_size": 128}  # 4 frames of 32 features make a token
 _OMNI_EAR = dict(
     d_model=32, encoder_ffn_dim=48, encoder_layers=2, encoder_attention_heads=4, num_mel_bins=8, max_source_positions=64, output_dim=32
 )  # fmt: skip

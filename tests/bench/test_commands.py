@@ -294,7 +294,7 @@ def test_demo_stops_after_the_time_it_was_given() -> None:
     result = json.loads(done.stdout)
     assert (result["rounds"], result["prompts"]) == (1, ["copy-01", "code-01"]), "one round of both is always there"
     said = run(*DEMO[:-4], "-s", "prompt_lookup", "-n", "40", "--repeats", "3", "--seconds", "0.001").output
-    assert "up to 0.001 s (--seconds), or one round" in said and "1 of 3 rounds for --seconds 0.001" in said
+    assert "up to 0.001 s (--seconds), or longer" in said and "1 of 3 rounds for --seconds 0.001" in said
     assert "texts of 16 tokens in place of 40" in " ".join(said.split())
     assert "copy prompt" in said and "code prompt" in said
 
@@ -518,7 +518,7 @@ def test_the_command_measures_both_turns_of_a_suite_greedily_and_drawn(tmp_path:
     assert all(r["identical"] and r["plain_ratio"]["median"] > 0 and r["accepted_length"] >= 1 for r in ours)
     assert [v["temperature"] for v in result["verdicts"]] == [0.0, 1.0]
     tables = " ".join(done.stderr.split())
-    assert "1/1 answering first turns" in tables
+    assert "1/1 answering earlier turns" in tables
     assert tables.count("speed-up over plain decoding / tokens per step") == 2 and "T = 1" in tables
     # Below each table the prompts of all categories and of each, here two turns and one; below all the machine.
     lines = [line.split() for line in done.stderr.splitlines()]

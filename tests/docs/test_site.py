@@ -98,7 +98,7 @@ def test_the_notebook_was_run(site: Path) -> None:
     """On a CPU its texts are those of transformers; an error in a cell would have ended the build."""
     page = (site / "latest" / "notebooks" / "quickstart" / "index.html").read_text(encoding="utf-8")
     assert page.count("the same text: True") == 2 and "tokens per step" in page and "def volume(self): return" in page
-    chart = page.partition('aria-label="steps by the tokens that they brought"')[2].partition("</svg>")[0]
+    chart = page.partition('aria-label="number of steps by committed tokens"')[2].partition("</svg>")[0]
     assert "<rect" in chart, "the report's picture is whole"
 
 

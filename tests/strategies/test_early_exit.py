@@ -221,7 +221,7 @@ def test_a_layer_that_is_not_an_inner_one_is_refused(layer: int) -> None:
     with pytest.raises(SettingsError, match="layer 1 … 1"):
         decode(model, prompts(), EarlyExit(exit_layer=layer), max_new_tokens=4, decoders_config=EAGER)
     model = decoders.enable(tiny_model("llama", num_hidden_layers=1))
-    with pytest.raises(SettingsError, match="has 1 layer and cannot be left early"):
+    with pytest.raises(SettingsError, match="has 1 layer and cannot stop early"):
         decode(model, prompts(), EarlyExit(exit_layer=layer), max_new_tokens=4, decoders_config=EAGER)
 
 

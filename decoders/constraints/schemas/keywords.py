@@ -30,14 +30,14 @@ OBJECTS = (
 
 def of_type(name: Any) -> Shapes:
     """The set of all values of the type `name`. Raises GrammarError: JSON Schema has no such type."""
-    known = {
+    shapes = {
         "null": Shapes(frozenset(["null"])), "boolean": Shapes(frozenset(["true", "false"])),
         "number": Shapes(numbers=(Numbers(),)), "integer": Shapes(numbers=(Numbers(kind="integer"),)),
         "string": Shapes(strings=(Strings(),)), "array": Shapes(arrays=(Arrays(),)), "object": Shapes(objects=(Objects(),)),
     }  # fmt: skip
-    if not isinstance(name, str) or name not in known:
-        raise GrammarError(f"there is no type {name!r}; the types are {', '.join(known)}", "type")
-    return known[name]
+    if not isinstance(name, str) or name not in shapes:
+        raise GrammarError(f"there is no type {name!r}; the types are {', '.join(shapes)}", "type")
+    return shapes[name]
 
 
 def of_value(value: Any, leaf: Callable[[Any], Node]) -> Shapes:
@@ -90,7 +90,10 @@ def of_strings(schema: dict[str, Any]) -> Strings | None:
 
 
 def of_arrays(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Arrays | None:
-    """The arrays that `schema` (the keywords of `place` that are not left out) allows; None if there are none."""
+    """The arrays that `schema` allows; None if there are none.
+
+    schema: the schema at `place`, without the keywords that are left out because no grammar expresses them.
+    """
     prefix: tuple[Node, ...] = ()
     rest, evaluated = TRUE, Items()
     dropped = _dropped(place, schema)
@@ -99,8 +102,8 @@ def of_arrays(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> A
         prefix = tuple(algebra.node(place, listed, i) for i in range(len(schema[listed])))
         evaluated = Items(len(prefix))
     others_keyword = "additionalItems" if listed == "items" else "items"
-    others_begin = listed is not None or (others_keyword == "items" and "prefixItems" not in dropped)
-    if others_keyword in schema and others_begin:
+    others_apply = listed is not None or (others_keyword == "items" and "prefixItems" not in dropped)
+    if others_keyword in schema and others_apply:
         rest, evaluated = algebra.node(place, others_keyword), Items(None)
     counts: tuple[Count, ...] = ()
     if "contains" in schema:
@@ -119,7 +122,7 @@ def of_arrays(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> A
 
 
 def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> Objects | None:
-    """The objects that `schema` (the keywords of `place` that are not left out) allows; None if there are none."""
+    """The objects that `schema` allows; None if there are none. schema: see :func:`of_arrays`."""
     nodes = algebra.nodes
     dropped = _dropped(place, schema)
     named: dict[str, Node] = {
@@ -147,8 +150,8 @@ def of_objects(place: Place, schema: dict[str, Any], algebra: SchemaAlgebra) -> 
         additional = TRUE
     unread = [algebra.node(place, "patternProperties", text) for text in read_object(place.schema, "patternProperties")
               if text not in schema.get("patternProperties", {})]  # fmt: skip
-    # A key may match a pattern that is left out. So the pattern's schema widens the values of additional keys or, if `place` is
-    # subtracted, narrows the values of all keys.
+    # A key may match a pattern that is left out, and then has a value that the pattern's schema allows. So additional keys may have
+    # such values, too. If `place` is subtracted, all keys may have only such values.
     if unread and place.subtracted:
         additional = nodes.intersection(additional, *unread)
         classes = [(keys, (*result, *unread) if result else ()) for keys, result in classes]
@@ -188,7 +191,7 @@ def _pattern(text: Any) -> Strings:
 def _pattern_of_keys(place: Place, text: str) -> Strings:
     try:
         return _pattern(text)
-    except GrammarError as problem:  # the path names the pattern: other patterns can stay
+    except GrammarError as problem:  # with this path, only this pattern is left out, not all patterns
         path = place.path_of("patternProperties", text)
         raise GrammarError(f"{path}: patternProperties: {problem}", "patternProperties", path) from problem
 

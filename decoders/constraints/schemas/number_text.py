@@ -1,7 +1,7 @@
 """Exact regular expressions for sets of numbers as JSON text.
 
-Integers are written without a fraction (``1``, not ``1.0``). Numbers with bounds have no exponent and few digits. So the float that a
-reader parses is within the bounds, too, and is an integer only if the written number is an integer.
+Integers are written without a fraction (``1``, not ``1.0``). Numbers with a bound other than 0 have no exponent, and few digits where
+rounding matters. So the float that a reader parses is within the bounds, too, and is an integer only if the written number is one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 5_000
 
 @lru_cache(maxsize=1024)
 def expression(numbers: Numbers) -> str | None:
-    """A regular expression for `numbers`, a simplified set; None if it would be too long, "" if no number can be written."""
+    """A regular expression for `numbers`, a simplified set; None if there is no short one, "" if no number can be written."""
     step = numbers.step
     if step is not None:
         return _multiples_between(numbers, step)
@@ -218,17 +218,18 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
     `kind` is as in :class:`~.numbers.Numbers`.
     """
-    near = [low] * (open_low or kind == "fraction") + [high or Fraction(0)] * (open_high or kind == "fraction")
-    most = max(1, DIGITS - len(str(int(max(near))))) if near else None
+    # Digits are few where rounding could give a bound that is excluded or, for kind "fraction", an integer.
+    critical = [low] * (open_low or kind == "fraction") + [high or Fraction(0)] * (open_high or kind == "fraction")
+    most = max(1, DIGITS - len(str(int(max(critical))))) if critical else None
     open_low = open_low or (kind == "fraction" and low.denominator == 1)
-    some = _fractions("", kind == "fraction", None, False, most)
+    any_fraction = _fractions("", kind == "fraction", None, False, most)
     floor = int(low)
     alternatives = []
     if high is None:
         if low == 0 and kind == "any":
             lead = "[1-9]" if open_low else "[0-9]"
             alternatives.append(rf"{lead}(?:\.[0-9]+)?{EXPONENT}")
-        alternatives.append(_with_fraction(integers(floor + 1, None), some))
+        alternatives.append(_with_fraction(integers(floor + 1, None), any_fraction))
         return [
             *alternatives,
             _with_fraction(str(floor), _fractions(_digits_behind_point(low), open_low, None, False, most)),
@@ -241,7 +242,7 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
         return [text] if text else []
     alternatives.append(_with_fraction(str(floor), _fractions(_digits_behind_point(low), open_low, None, False, most)))
     if floor + 1 <= ceiling - 1:
-        alternatives.append(_with_fraction(integers(floor + 1, ceiling - 1), some))
+        alternatives.append(_with_fraction(integers(floor + 1, ceiling - 1), any_fraction))
     alternatives.append(
         _with_fraction(str(ceiling), _fractions("", kind == "fraction", _digits_behind_point(high), open_high, most))
     )
@@ -249,12 +250,12 @@ def decimals(low: Fraction, open_low: bool, high: Fraction | None, open_high: bo
 
 
 def _with_fraction(integer: str, fractions: tuple[bool, list[str]]) -> str:
-    """A regex for numbers with integer part `integer`, a regex. fractions: whether the fraction may be absent; its digits' regexes."""
-    none, alternatives = fractions
-    if not none and not alternatives:
+    """A regex for numbers whose integer part matches the regex `integer`. fractions: a result of :func:`_fractions`."""
+    optional, alternatives = fractions
+    if not optional and not alternatives:
         return ""
     tail = rf"\.(?:{'|'.join(alternatives)})" if alternatives else ""
-    return f"(?:{integer})" + (f"(?:{tail})?" if none and tail else tail)
+    return f"(?:{integer})" + (f"(?:{tail})?" if optional and tail else tail)
 
 
 def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> tuple[bool, list[str]]:
@@ -263,8 +264,8 @@ def _fractions(low: str, open_low: bool, high: str | None, open_high: bool, most
     Returns:
         whether there may be no digits, and the expressions for one digit or more.
     """
-    none = low == "" and not open_low and not (high == "" and open_high)
-    return none, [text for text in _following_digits(low, open_low, high, open_high, most) if text]
+    optional = low == "" and not open_low and not (high == "" and open_high)
+    return optional, [text for text in _following_digits(low, open_low, high, open_high, most) if text]
 
 
 def _following_digits(low: str, open_low: bool, high: str | None, open_high: bool, most: int | None) -> list[str]:

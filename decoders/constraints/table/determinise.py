@@ -32,12 +32,12 @@ RAW_STATES = 16_384
 #: Limits of the child process: processor seconds, and megabytes of memory.
 SECONDS, MEGABYTES = 5, 1024
 
-#: The automaton of outlines_core stops at the first alternative that matches (``1|12`` never matches ``12``). So END is appended to
-#: every text inside the automaton: then only whole texts match. END is a noncharacter, which no text contains.
+#: The automaton of outlines_core stops at the first alternative that matches (``1|12`` never matches ``12``). So the expression gets
+#: END as its last character: then only whole texts match. END is a noncharacter, which no text contains.
 END = "\U0010ffff".encode()
 #: outlines_core lets a match begin anywhere, for which an automaton may need exponentially many states. So an empty alternative of
-#: lower priority is added: it matches at the start of the input, so no match begins later. This alternative makes the first state final
-#: and leaves it without transitions. So BEGIN stands in front of every text: no state within a text is the first state.
+#: lower priority is added: it matches at the start of the input, so no match begins later. outlines_core then makes the first state
+#: final and drops its transitions. So the expression begins with BEGIN, and no text begins in the first state.
 BEGIN = "\0\0"
 
 # A program for a bare interpreter. Writes the counts, states, transitions per state, targets, final states and bytes as raw arrays, and
@@ -97,7 +97,7 @@ class ByteAutomaton:
 
 
 def determinise(regex: str) -> ByteAutomaton:
-    """The automaton, not minimized or trimmed, of the texts that match `regex` as a whole.
+    """The automaton, not minimised or trimmed, of the texts that match `regex` as a whole.
 
     Raises:
         GrammarError: `regex` is not an expression of Rust's ``regex``, or its automaton is too large.
@@ -124,7 +124,7 @@ def determinise(regex: str) -> ByteAutomaton:
             input=text, capture_output=True, timeout=limits.PATIENCE * seconds, check=False,
         )  # fmt: skip
         message, _, took = child.stderr.decode(errors="replace").rpartition("\n")
-        with suppress(ValueError):  # the child ended by itself
+        with suppress(ValueError):  # a killed child writes no number
             spent = float(took)
     except subprocess.TimeoutExpired as error:
         raise GrammarError(too_long) from error

@@ -36,11 +36,15 @@ class ThinkingMarkers:
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase | None, template: str | None = None) -> ThinkingMarkers | None:
-        """The known markers that are tokens of `tokenizer`, else those whose end marker is in the chat template, else None."""
+        """The known markers that `tokenizer` has as tokens, else those whose end marker is in `template`, else None.
+
+        template: a chat template; by default the tokenizer's.
+        """
         if tokenizer is None:
             return None
         names, text = tokenizer.get_vocab(), str(template or tokenizer.chat_template or "")
         for each in KNOWN:
+            # Harmony's markers consist of several tokens. Gemma's begin marker is a token and then text.
             tokens = ("<|channel|>", "<|message|>", "<|end|>") if each.closing else (each.begin, each.end)
             if all(name in names or str(name).split("thought")[0] in names for name in tokens):
                 return each
@@ -141,10 +145,13 @@ class Thinking:
                 )
             return replace(own, begin=begin)
         if known is None:
-            name = type(tokenizer).__name__ if tokenizer is not None else "no tokenizer"
+            ends = ", ".join(str(each.end) for each in KNOWN)
+            why = f"{type(tokenizer).__name__} has none of the known ones ({ends}) among its tokens or in its chat template"
+            if tokenizer is None:
+                why = "there is no tokenizer to find them in"
             raise UnsupportedError(
-                f"thinking= needs the markers of a thought, and neither the tokens nor the chat template ({name}) have any that are "
-                f'known ({", ".join(str(each.end) for each in KNOWN)}): give {{"tokens": {self.tokens}, "begin": …, "end": …}}'
+                f"thinking= needs the markers of a thought, and {why}: "
+                f'give {{"tokens": {self.tokens}, "begin": …, "end": …}}'
             )
         return known if self.begin is None else replace(known, begin=self.begin)
 
@@ -153,7 +160,7 @@ class Thinking:
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> Spec | CompiledGrammar | None:  # fmt: skip
         """The grammar of a text that may begin with a thought, or continues a thought of the prompt; `grammar` itself if the
-        prompt ends after a thought.
+        prompt ends after a thought. If `grammar` has a thought of its own, only the thought's budget is set.
 
         Args:
             grammar: grammar of the answer. The marker of an :class:`After` ends the thought, unless :attr:`end` is given.

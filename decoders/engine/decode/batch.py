@@ -246,7 +246,8 @@ class Batch:
                 for row, count in enumerate(outcome.accepted)
             ]
         if traced:
-            tokens = block.draft_tokens[:, : draft.tokens.shape[1]].tolist()  # without tokens that grammars forbid
+            # Tokens that grammars forbid are -1, unless a verifier judges the draft.
+            tokens = block.draft_tokens[:, : draft.tokens.shape[1]].tolist()
             for member, first in traced:
                 member.trace(draft, tokens, paths, outcome, first)
         return outcome
@@ -313,7 +314,7 @@ class Batch:
         """Wraps a callback of `member`. In a shared batch an exception of the callback ends only this request."""
         try:
             yield
-        except BaseException as error:  # in a scheduler's thread, only a callback can have raised SystemExit
+        except BaseException as error:  # SystemExit too: in a scheduler's thread only callbacks raise it
             if not self.shared:
                 raise
             error.add_note(f"decoders: {self.where} of one request, after {amount(member.report.steps, 'step')}")

@@ -31,14 +31,14 @@ class PromptReader:
             leave_last_chunk: whether to leave the end of the prompts to the first step. It must be False if steps are recorded.
         """
         batch = self.batch
-        shows, inputs = batch.request.strategy.reads_prompt, batch.request.multimodal
-        if shows:
+        strategy_reads, inputs = batch.request.strategy.reads_prompt, batch.request.multimodal
+        if strategy_reads:
             batch.where = "prefill"
-        run = self._read_and_show if shows else batch.prefill
+        run = self._read_and_show if strategy_reads else batch.prefill
         read: set[int] = set()  # rows that the model's own forward pass has read
-        apart = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
-        if inputs is not None and apart:
-            if shows:
+        reads_images = inputs is not None and not self.images_in_place(inputs, lengths, reusable)
+        if inputs is not None and reads_images:
+            if strategy_reads:
                 chunk = self.read_images(inputs, lengths, 0, logits=batch.request.strategy.prompt_logits)
                 assert chunk is not None
                 self.proposer.show(chunk, 0)
@@ -47,8 +47,8 @@ class PromptReader:
                 read = self._read_missing_images(inputs, lengths, reusable)
             reusable = [length - 1 if row in read else reusable[row] for row, length in enumerate(lengths)]
         reused, left = batch.session.prefill(
-            lengths, reusable, batch.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=shows,
-            given=batch.request.given is not None or apart,
+            lengths, reusable, batch.request.runtime.prefill_chunk, run, leave_last_chunk=leave_last_chunk, padded=strategy_reads,
+            given=batch.request.given is not None or reads_images,
         )  # fmt: skip
         batch.pending = batch.prompt_left = left
         batch.report.reused = [0 if row in read else count for row, count in enumerate(reused[: batch.row_count])]
@@ -92,15 +92,15 @@ class PromptReader:
         """Reads prompts with the model's own forward pass. Returns the prompts as a chunk if the strategy reads prompts, else None.
 
         Args:
-            lengths: number of tokens per prompt, padding rows included.
+            lengths: number of tokens of each row from `first` on, padding rows included.
             first: the row of the first prompt.
             logits: whether the chunk includes logits.
         """
-        rows, shows = (
+        rows, strategy_reads = (
             self.batch.session.stored.of_rows(first, first + len(lengths)),
             self.batch.request.strategy.reads_prompt,
         )
-        result = self.own_forward.read(inputs, rows.buffers, rows.tokens, every=shows, logits=logits)
+        result = self.own_forward.read(inputs, rows.buffers, rows.tokens, every=strategy_reads, logits=logits)
         if result is None:
             return None
         ends = torch.tensor(lengths, device=rows.tokens.device)

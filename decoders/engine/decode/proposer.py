@@ -52,7 +52,7 @@ class Proposer:
         self.modules: list[SlotPasses] = []
         self.costs: StepCosts | None = None
         self._former: StepCosts | None = None  # the value of `costs` before the last `arrange`
-        self._measured = self._measured_rows = False
+        self._measured = self._has_measured = False
         self.state: Any = None
         self.worth: DraftWorth | None = None
         request, shared = batch.request, batch.shared
@@ -274,12 +274,13 @@ class Proposer:
             context = max(batch.lengths)
             known = calibration.known(folder)
             # If requests join and leave, costs are measured only once, and only for two numbers of rows: 1 and the capacity.
-            if measure and not (batch.shared and self._measured_rows):
+            if measure and not (batch.shared and self._has_measured):
                 rows = sorted({1, batch.capacity}) if batch.shared else [batch.width]
                 known = calibration.measured(folder, rows, [context], batch.request.runtime.compile)
-                self._measured_rows = True
+                self._has_measured = True
             if known is not None:
-                # Equal calls must have equal node budgets, so ratios observed in earlier calls are used only if costs are measured.
+                # Ratios of observed to expected seconds change from call to call, but equal calls must have equal node budgets. So
+                # the ratios are used only if the strategy asks to measure costs.
                 ratios = partial(calibration.ratios, batch.width) if measure else None
                 former = self.costs or self._former
                 self.costs = StepCosts(known, batch.width, context, batch.blocks.size, ratios, former=former)

@@ -31,7 +31,7 @@ class Rows:
         limit: ``[B]`` int64, the length at which a row ends.
         faults: ``[B]`` int64, flags of :class:`Fault`.
         buffers: the KV cache.
-        sampling: noise keys, and parameters of the plan.
+        sampling: the rows' noise keys and stop tokens, and the parameters of the sampling plan.
         range: ``[L]`` int64, 0 … L-1. A pass gets the first entries as its `view`; attention reads only the first ``len(view)`` slots.
     """
 

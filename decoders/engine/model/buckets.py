@@ -12,8 +12,8 @@ slots           256, 512, 1024, …                           few multiples of 6
 prefill chunk   32, 64, … up to the call's chunk            as they are
 ==============  ==========================================  =================================
 
-In low precision on the CPU, nodes and chunks are multiples of 4, and views have few sizes (:mod:`.invariance`). A step without a draft
-runs one node per row instead of 3 if that gives the same bits (:meth:`~decoders.engine.model.target.Target.takes_single_nodes`).
+In low precision on the CPU, nodes and chunks are multiples of 4 (:func:`row_multiple`). A step without a draft runs one node per row
+instead of 3 if that gives the same bits (:meth:`~decoders.engine.model.target.Target.takes_single_nodes`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_SLOTS, SLOT_STEP = 256, 64
 #: The cache has room for a block of up to this many nodes after the longest row.
 BLOCK_MARGIN = 64
 LEAST_CHUNK = 32
-#: In low precision on the CPU, the sizes of blocks and chunks of text are multiples of this number.
+#: Number of a matrix's rows (tokens) that torch's CPU kernels sum together in low precision; see :func:`row_multiple`.
 ROWS = 4
 #: A view (the slots that attention reads) has a multiple of 512 slots plus one of these numbers. In all such views, PyTorch's attention
 #: on the CPU gives a node the same bits.
@@ -71,7 +71,7 @@ def view_sizes(slots: int, static: bool = True) -> tuple[int, ...]:
 def row_multiple(dtype: torch.dtype, device: torch.device, rounds: bool = False) -> int:
     """The sizes of blocks and chunks of text must be multiples of this number: :data:`ROWS` on a CPU in low precision, else 1.
 
-    In low precision, torch's CPU kernels sum the last one to three rows in another order if the number of rows is no multiple of 4.
+    In low precision, torch's CPU kernels sum the last one to three tokens in another order if their number is no multiple of 4.
     """
     return ROWS if device.type == "cpu" and low_precision(dtype, rounds) else 1
 

@@ -90,11 +90,11 @@ def check_cache(target: Target, cache: Cache) -> int:
                         f"{heads} heads of width {dim}: was it made by another model?"
                     )
             kind, count = target.kind_of(number), kept[0].shape[2]
-            reach = min((kind.window or kind.chunk or length + 1) - 1, length)
-            if count < reach:
+            needed = min((kind.window or kind.chunk or length + 1) - 1, length)
+            if count < needed:
                 raise UnsupportedError(
                     f"layer {number} of past_key_values holds unquantized keys of {count} of its {length} tokens, but {name} attends "
-                    f"to {reach} tokens in this layer. Caches with shorter windows and quantized caches are not supported. {_ADVICE}"
+                    f"to {needed} tokens in this layer. Caches with shorter windows and quantized caches are not supported. {_ADVICE}"
                 )
             rows.add(len(kept[0]))
         for state in spec.states:

@@ -202,8 +202,8 @@ class CountedTokens:
         if longest <= self.harmless or (rows == 1 and self.by_node):
             return
         raise ContextLengthError(
-            f"{name} uses the number of tokens in its cache, which must be equal in all rows, from {self.harmless} tokens on, and "
-            f"{longest} are asked for: "
+            f"{name} uses the number of tokens in its cache, which must be equal in all rows, in texts of more than {self.harmless} "
+            f"tokens, and a text of {longest} is asked for: "
             + ("decode one prompt at a time with generate, " if self.by_node else "ask for fewer, ")
             + "or call generate without strategy=."
         )
@@ -229,7 +229,7 @@ def counted_tokens(
     """
     empty = logits(CountingProbe(0))
 
-    def minds(count: int | Tensor, usual: Tensor = empty) -> bool:
+    def depends_on(count: int | Tensor, usual: Tensor = empty) -> bool:
         try:
             return not torch.equal(logits(CountingProbe(count)), usual)
         except Exception:  # a model may raise anything for this number
@@ -237,17 +237,17 @@ def counted_tokens(
 
     probed = min(PROBED, context)
     most = max(min(context, LONGEST) - probed, 1)
-    if not minds(most):
+    if not depends_on(most):
         return None
     harmless, first = 0, most
     while first - harmless > 1:
         middle = int((max(harmless, 1) * first) ** 0.5) if first > 2 * harmless + 2 else (harmless + first) // 2
         middle = min(max(middle, harmless + 1), first - 1)
-        harmless, first = (harmless, middle) if minds(middle) else (middle, first)
+        harmless, first = (harmless, middle) if depends_on(middle) else (middle, first)
     if harmless:  # the result includes the tokens of the trial pass
         harmless += probed
     of_each = torch.full((probed,), first, device=device)
-    return CountedTokens(harmless, by_node=not minds(of_each, logits(CountingProbe(first))))
+    return CountedTokens(harmless, by_node=not depends_on(of_each, logits(CountingProbe(first))))
 
 
 @functools.lru_cache(64)
@@ -256,7 +256,7 @@ def _parameters_of(forward: Callable) -> frozenset[str]:
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError for a model that cannot run several nodes in one pass. Checks capabilities, not class names."""
+    """Raises UnsupportedError for a model that the loop cannot run. Checks capabilities, not class names."""
     name, advice = type(model).__name__, "Call generate without strategy=."
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder model; strategy= needs a causal model. {advice}")
@@ -279,7 +279,7 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         )
     if not placed or getattr(model.config, "alibi", False):
         raise UnsupportedError(
-            f"{name} takes no position_ids, or adds ALiBi, with positions from a 2-D mask: token trees need other positions. {advice}"
+            f"{name} takes no position_ids, or computes ALiBi from a 2-D mask: draft trees need positions of their own. {advice}"
         )
     if (context := context_length(model)) < SHORTEST:
         raise UnsupportedError(

@@ -51,7 +51,7 @@ def inputs(target: Target, nodes: Tensor, base: Tensor, tree: TreeTensors, view:
 
 
 def with_logits(rows: int, n: int, text: int, device: torch.device) -> Tensor:
-    """Indices ``[R · (N - text)]`` int64 of the tokens that get logits: all nodes of a row except the first `text`, which are text."""
+    """Indices ``[R · (N - text)]`` int64 of the tokens that get logits: each row's nodes after its first `text` nodes."""
     index = torch.arange(rows * n, device=device).view(rows, n)
     return index[:, text:].reshape(-1)
 
@@ -95,11 +95,11 @@ class MixedShape(MaskShape):
     ) -> Tensor:  # fmt: skip
         rows, n, line, (seen, read) = self.rows, self.nodes, mask[0, 0, 0], self.views
         end = math.prod(self.masks[0])
-        decoded = query[0, :, : rows * n].unflatten(1, (rows, n)).transpose(0, 1)
+        decoded_query = query[0, :, : rows * n].unflatten(1, (rows, n)).transpose(0, 1)
         of_rows, of_piece = line[:end].view(self.masks[0]), line[end:].view(self.masks[1])
-        ours = kernel(decoded, key[:rows, :, :seen], value[:rows, :, :seen], of_rows, self.group)
-        others = kernel(query[:, :, rows * n :], key[rows:, :, :read], value[rows:, :, :read], of_piece, self.group)
-        return torch.cat([ours.flatten(0, 1)[None], others], dim=1)
+        decoded = kernel(decoded_query, key[:rows, :, :seen], value[:rows, :, :seen], of_rows, self.group)
+        piece = kernel(query[:, :, rows * n :], key[rows:, :, :read], value[rows:, :, :read], of_piece, self.group)
+        return torch.cat([decoded.flatten(0, 1)[None], piece], dim=1)
 
 
 class MixedCache(SlotCache):

@@ -28,7 +28,7 @@ class StateSpec:
 
 @dataclass
 class RowStates:
-    """The recurrent states of rows after their last prefilled or committed token. They cannot be rolled back.
+    """The recurrent states of rows after the first `reached` tokens of each row. They cannot be rolled back.
 
     Attributes:
         layers: per layer, its states ``[B, …]``.
@@ -48,6 +48,7 @@ class RowStates:
         return RowStates(zeros, torch.zeros(rows, dtype=torch.int64, device=device))
 
     def of_row(self, row: int) -> RowStates:
+        """A copy of the states of one row."""
         part = self.of_rows(row, row + 1)
         return RowStates([[state.clone() for state in states] for states in part.layers], part.reached.clone())
 
@@ -71,8 +72,8 @@ class RowStates:
         """
         last = path.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
         row = torch.arange(len(last), device=last.device)
-        for layer, behind in self.nodes.items():
-            for state, nodes in zip(self.layers[layer], behind, strict=True):
+        for layer, after in self.nodes.items():
+            for state, nodes in zip(self.layers[layer], after, strict=True):
                 state.copy_(nodes[row, torch.where(emitted > 0, last, nodes.shape[1] - 1)])
         self.reached.copy_(torch.where(emitted > 0, length - 1, self.reached))
         self.nodes.clear()

@@ -42,8 +42,8 @@ class HostGuide(Guide):
         self.faults: dict[int, GrammarError] = {}
         if outer is not None:
             self.texts, self.faults, self.shared = outer.texts, outer.faults, outer.shared
-        # For each grammar whose masks are in the table: its id() is mapped to the grammar and the table row of its first mask.
-        self._shifts: dict[int, tuple[Tabulated, int]] = {}
+        # The grammars whose masks are in the table: id() of the grammar → the grammar, and the table row of its first mask.
+        self._in_table: dict[int, tuple[Tabulated, int]] = {}
         self.positions: list[Any] = [text.begin for text in texts]
         self._nodes: list[list[Any]] = []
         self._history = [HostHistory() for _ in texts]
@@ -62,7 +62,7 @@ class HostGuide(Guide):
         The masks of a grammar with tables stay in the mask table, even after the grammar's last row has left.
         """
         guide = HostGuide([], self.table, shared=self.shared)
-        guide._shifts = self._shifts
+        guide._in_table = self._in_table
         guide.texts = [
             self.texts[row] if row >= 0 else guide._text(grammar) for row, grammar in zip(rows, grammars, strict=True)
         ]
@@ -77,9 +77,9 @@ class HostGuide(Guide):
             return FreeText()
         if not isinstance(grammar, Tabulated):
             return MatchedText(grammar, self.table)
-        if id(grammar) not in self._shifts:
-            self._shifts[id(grammar)] = grammar, self.table.add(grammar.tables().masks)
-        return TabulatedText(*self._shifts[id(grammar)])
+        if id(grammar) not in self._in_table:
+            self._in_table[id(grammar)] = grammar, self.table.add(grammar.tables().masks)
+        return TabulatedText(*self._in_table[id(grammar)])
 
     def ahead(self) -> HostGuide:
         return HostGuide(self.texts, self.table, self)

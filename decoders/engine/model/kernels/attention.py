@@ -68,7 +68,7 @@ def attend(
         softcap: if given, scores are ``softcap · tanh(scores / softcap)``.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    compute = tree_attention if kernel == "triton" else _on_cpu
+    compute = tree_attention if kernel == "triton" else _cpu_attention
     return compute(query, key, value, mask, sinks, kind.window or 0, kind.chunk or 0, scale, softcap or 0.0)
 
 
@@ -90,7 +90,7 @@ def kernel_attention(
     return compute(query, key, value, attention_mask), None
 
 
-def _on_cpu(
+def _cpu_attention(
     query: Tensor, key: Tensor | Levels, value: Tensor | Levels, mask: Tensor, sinks: Tensor | None, window: int, chunk: int,
     scale: float, softcap: float,
 ) -> Tensor:  # fmt: skip

@@ -36,7 +36,7 @@ def fuse_blocks(
 ) -> int:
     """Fuses those decoder `layers` in our copy of a model that have a known structure. Returns the number of fused layers.
 
-    kernel: computes the model's attention; run: calls its argument with the cache, then runs the model on a few tokens.
+    kernel: computes the model's attention; run: takes a function, calls it with the cache, then runs the model on a few tokens.
     """
     if any(
         any(hooks_of(module)) or "forward" in vars(module)
@@ -56,7 +56,7 @@ def fuse_blocks(
     fused = [_fuse(layer, calls) for layer in layers]
     for one, other in pairwise(fused):
         if one is not None and other is not None and other.name_of(one.result) is not None:
-            # Following is not a field of Layer, because a compiled region would then take the following layer's values as inputs.
+            # Following is not a field of Layer, because a compiled region would then take the following layer's weights as inputs.
             vars(one.module)["decoders_following"] = Following(other.module, _alike(one, other))
     return sum(call is not None for call in fused)
 
@@ -66,13 +66,14 @@ def _fuse(layer: nn.Module, calls: dict[nn.Module, list[Call]]) -> Call | None:
     call, chosen = once(calls, layer), _tried(_layer, layer, calls)
     if call is None or chosen is None:
         return None
-    kind, inputs = layer_class(cast(Hashable, type(layer))), taken(call.given, call.options, chosen.names)
-    compute = kind.compute  # type: ignore[attr-defined]
+    fused_class, inputs = layer_class(cast(Hashable, type(layer))), taken(call.given, call.options, chosen.names)
+    compute = fused_class.compute  # type: ignore[attr-defined]
+    # Without halves, only the operator for whole layers can give the result.
     if chosen.whole is not None and not close(_tried(compute, chosen._replace(halves=()), *inputs), call.result, layer):
         chosen = chosen._replace(whole=None)
     if not close(_tried(compute, chosen, *inputs), call.result, layer):
         return None
-    layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = kind, chosen, None
+    layer.__class__, vars(layer)["decoders_block"], vars(layer)["decoders_following"] = fused_class, chosen, None
     return call
 
 
@@ -111,14 +112,15 @@ def _attention(
     module: nn.Module, calls: dict[nn.Module, list[Call]], kernel: attention.Kernel, query: Tensor, mask: Tensor,
     options: dict[str, Any], update: tuple,
 ) -> Attention | None:  # fmt: skip
-    call, (cache, key_states, value_states, layer) = once(calls, module), update
+    """The structure of an attention module; None if it is unknown. The last four arguments are as `noted_calls` returns them."""
+    call, (cache, key_states, value_states, number) = once(calls, module), update
     linear: list[Any] = [m for m in module.children() if isinstance(m, Joint) and once(calls, m)]
     group = linear[0].group if linear else None
     norms = [norm for m in module.children() if once(calls, m) and (norm := _norm_of(m)) is not None]
     width, result = query.shape[3], call.result if call is not None else None
     if call is None or group is None or len(group) != 3 or len(norms) not in (0, 2) or type(cache) is not SlotCache:
         return None
-    if any(layer not in linear for layer in group):  # the layer is inside an adapter, which adds to its result
+    if any(product not in linear for product in group):  # it is inside an adapter, which adds to its result
         return None
     if not isinstance(result, tuple) or len(result) != 2 or result[1] is not None:
         return None
@@ -130,7 +132,7 @@ def _attention(
     names = tuple(map(call.name_of, (reads, turns, mask, cache)))
     same = key_states.shape[3] == value_states.shape[3] == width and key_states.shape[1] == value_states.shape[1]
     sizes = list(map(outputs_of, group))
-    # A module with further tensor arguments (positions) stays unfused: they may matter only in texts longer than the trial's.
+    # A module with further tensor arguments (positions) stays unfused: the trial's text may be too short to show their effect.
     named = inspect.signature(type(module).forward).parameters
     more = [value for name, value in call.options.items() if name in named and name not in names]
     if any(isinstance(value, Tensor) for value in (*more, *(v for i, v in enumerate(call.given) if i not in names))):
@@ -148,8 +150,8 @@ def _attention(
         return None
     both = cast(tuple[NormOf, NormOf], tuple(norms) or (NO_NORM, NO_NORM))
     scaling, softcap = options.get("scaling"), options.get("softcap")
-    plan = Attention(tuple(group), out, both, cast(Any, names), layer, scaling, softcap, sinks, kernel)
-    buffers, rows = (cache.buffers.keys[layer], cache.buffers.values[layer]), torch.arange(len(cache.slots))[:, None]
+    plan = Attention(tuple(group), out, both, cast(Any, names), number, scaling, softcap, sinks, kernel)
+    buffers, rows = (cache.buffers.keys[number], cache.buffers.values[number]), torch.arange(len(cache.slots))[:, None]
 
     def written() -> list[Tensor]:
         return [buffer[rows.to(buffer.device), :, cache.slots].transpose(1, 2) for buffer in buffers]

@@ -109,27 +109,27 @@ class _Twin:
         self.memo[id(function)] = twin  # a closure may hold its own function
         for cell, held in zip(cells, function.__closure__ or (), strict=True):
             if held != _EMPTY:
-                cell.cell_contents = self._captured(held.cell_contents)
+                cell.cell_contents = self._of_captured(held.cell_contents)
         return twin
 
-    def _captured(self, value: Any, depth: int = HELPERS) -> Any:
+    def _of_captured(self, value: Any, depth: int = HELPERS) -> Any:
         """The twin's counterpart of a value in a closure. Unlike :meth:`of`, copies any object that holds a part of the model."""
-        if not self._captures(value, depth):
+        if not self._holds_part(value, depth):
             return self.of(value)
         twin = object.__new__(type(value))  # because accelerate's wrapper of a forward cannot be copied by copy.copy
-        vars(twin).update({name: self._captured(held, depth - 1) for name, held in vars(value).items()})
+        vars(twin).update({name: self._of_captured(held, depth - 1) for name, held in vars(value).items()})
         return twin
 
-    def _captures(self, value: Any, depth: int, within: int = DEPTH) -> bool:
-        """Whether `value` is an object of another type (no module, config, function …) that holds a part of the model.
+    def _holds_part(self, value: Any, depth: int, within: int = DEPTH) -> bool:
+        """Whether an attribute of `value` holds a part of the model. False for types that :meth:`of` copies or shares by itself.
 
-        depth, within: how many levels of objects, and of containers and functions, are searched.
+        depth: levels of such objects that are searched; within: levels of containers and functions.
         """
         plain = isinstance(value, (*PLAIN, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType))
         if depth == 0 or plain or isinstance(value, (nn.Module, PreTrainedConfig, functools.partial)):
             return False
         held = getattr(value, "__dict__", {}).values()
-        return any(self._touches(entry, within) or self._captures(entry, depth - 1, within) for entry in held)
+        return any(self._touches(entry, within) or self._holds_part(entry, depth - 1, within) for entry in held)
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -156,7 +156,7 @@ class _Twin:
             held = [*captured(value)]
             within = depth - 1
             return any(
-                self._touches(each, within) or self._captures(each, min(within, HELPERS), within) for each in held
+                self._touches(each, within) or self._holds_part(each, min(within, HELPERS), within) for each in held
             )
         if isinstance(value, functools.partial):
             return any(self._touches(v, depth - 1) for v in (value.func, *value.args, *value.keywords.values()))
@@ -186,9 +186,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     if not layers:
         raise UnsupportedError(f"{name} has no list of decoder layers, so it cannot stop after its first layers")
     if not 0 < count < len(layers):
-        way = (
-            f"can be left after layer 1 … {len(layers) - 1}, not {count}" if len(layers) > 1 else "cannot be left early"
-        )
+        way = f"can stop after layer 1 … {len(layers) - 1}, not {count}" if len(layers) > 1 else "cannot stop early"
         raise SettingsError(f"{name} has {amount(len(layers), 'layer')} and {way}")
     for module in twin.modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:
