@@ -99,7 +99,7 @@ class _UnknownError(Exception):
 def _surroundings(target: Target) -> Iterator[object]:
     yield from (__version__, torch.__version__, transformers.__version__, platform.python_version())
     yield from (processor_name(target.device), instructions(), str(cpu.chosen()), torch.get_num_threads())
-    yield from (torch.backends.mkldnn.enabled, float32_precision(target.device))
+    yield from (torch.backends.mkldnn.enabled, float32_precision(target.device), target.rounds)
     yield from (torch.are_deterministic_algorithms_enabled(), target.dtype, target.attends, target.precision)
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         yield path.name, *_stamp(path)

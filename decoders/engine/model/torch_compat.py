@@ -110,11 +110,15 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
 
 
 def rounds_float32(device: torch.device) -> bool:
-    """Whether the user has allowed TensorFloat-32 products on a CUDA `device`.
+    """Whether PyTorch rounds the factors of float32 products on `device`: on CUDA to TensorFloat-32, on some CPUs to bfloat16.
 
-    ``allow_tf32`` and ``get_float32_matmul_precision`` read the same setting, but raise if another setting has set the precision.
+    On CUDA the user's setting tells it. ``allow_tf32`` and ``get_float32_matmul_precision`` read the same setting, but raise if another
+    setting has set the precision. A CPU is tried, because only processors with fast products of bfloat16 follow the setting.
     """
-    return device.type == "cuda" and float32_precision(device) == "tf32"
+    if device.type != "cpu":
+        return device.type == "cuda" and float32_precision(device) == "tf32"
+    numbers = torch.full((64, 64), 1 + 2**-12, dtype=torch.float32, device=device)  # bfloat16 lacks this number
+    return not torch.equal(numbers @ torch.eye(64, dtype=torch.float32, device=device), numbers)
 
 
 def float32_precision(device: torch.device) -> str:

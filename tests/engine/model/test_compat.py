@@ -234,7 +234,7 @@ def test_float32_that_is_rounded_is_known_by_whatever_name_it_was_allowed() -> N
     assert not torch_compat.rounds_float32(cuda)
     try:
         torch.set_float32_matmul_precision("high")
-        assert torch_compat.rounds_float32(cuda) and not torch_compat.rounds_float32(torch.device("cpu")), VERSION
+        assert torch_compat.rounds_float32(cuda), VERSION
         torch.set_float32_matmul_precision(usual)
         assert not torch_compat.rounds_float32(cuda), VERSION
         matmul.fp32_precision = "tf32"
@@ -242,6 +242,31 @@ def test_float32_that_is_rounded_is_known_by_whatever_name_it_was_allowed() -> N
     finally:
         matmul.fp32_precision = precision
         torch.set_float32_matmul_precision(usual)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_float32_that_the_processor_rounds_is_known(precision: str) -> None:
+    """Processors with AMX do so in "medium", most others never."""
+    usual = torch.get_float32_matmul_precision()
+    x, matrix = torch.randn(64, 512), torch.randn(256, 512)
+    try:
+        torch.set_float32_matmul_precision(precision)
+        wrong = (torch.nn.functional.linear(x, matrix) - x.double() @ matrix.double().T).abs().max()
+        assert torch_compat.rounds_float32(torch.device("cpu")) == bool(wrong > 0.01), VERSION
+    finally:
+        torch.set_float32_matmul_precision(usual)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_products_of_a_processor_are_tried(rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = torch.Tensor.__matmul__
+
+    def as_on_amx(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        fewer = rounded and a.dtype == torch.float32
+        return multiply(a.bfloat16(), b.bfloat16()).float() if fewer else multiply(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", as_on_amx)
+    assert torch_compat.rounds_float32(torch.device("cpu")) == rounded
 
 
 def test_the_compiler_and_its_folder_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
