@@ -191,11 +191,25 @@ inline void sum_of_four(Vec a, Vec b, Vec c, Vec d, float* to) {
 #endif
 }
 
-// ONCE: the data is read only once, so it need not stay in the caches.
+// Whether to prefetch data that is read once by non-temporal prefetches. With them a Zen 5 takes a tenth less time for a step of SmolLM2,
+// because weights hardly displace what the caches hold. Intel's processors put such data in a small part of the L1 cache and lose it before
+// it is used: products of few rows took twice as long as with prefetches into the L2 cache.
+inline bool is_amd() {
+#if defined(__AVX2__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
+const bool NON_TEMPORAL = is_amd();
+
+// ONCE: the data is read only once.
 template <bool ONCE>
 inline void prefetch(const void* address) {
 #if defined(__GNUC__)
-    __builtin_prefetch(address, 0, ONCE ? 0 : 3);
+    if (ONCE && NON_TEMPORAL) __builtin_prefetch(address, 0, 0);
+    else __builtin_prefetch(address, 0, ONCE ? 2 : 3);
 #endif
 }
 
