@@ -261,16 +261,10 @@ struct Transposed {
         }
     }
 
-    // Transposes LANES rows of `count` floats, each of which may hold several numbers: calls `write(i, float i of every row)`.
+    // `from`: floats that may hold several numbers each.
     template <class Write>
     static void in_fours(const float* from, long stride, long count, Ahead& ahead, Write write) {
-        for (long i = 0; i < count; i += 4) {
-            ahead.step();
-            Vec v[4];
-            for (int j = 0; j < 4; j++) v[j] = load_fours(from + i + j * stride, stride);
-            transpose_fours(v);
-            for (int j = 0; j < 4; j++) write(i + j, v[j]);
-        }
+        transpose_rows(from, stride, count, [&] { ahead.step(); }, write);
     }
 
     // Transposes the keys of slots begin … end - 1, whose places equal their numbers, in the block that begins at place `block`.

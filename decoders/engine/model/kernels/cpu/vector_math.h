@@ -62,6 +62,18 @@ inline void transpose_fours(Vec (&v)[4]) {
     v[3] = mixed<2, 3, 6, 7>(b, d);
 }
 
+// Transposes LANES rows of `count` floats, a multiple of 4: calls `write(i, float i of every row)`, and `before()` before every four floats.
+template <class Before, class Write>
+inline void transpose_rows(const float* from, long stride, long count, Before before, Write write) {
+    for (long i = 0; i < count; i += 4) {
+        before();
+        Vec v[4];
+        for (int j = 0; j < 4; j++) v[j] = load_fours(from + i + j * stride, stride);
+        transpose_fours(v);
+        for (int j = 0; j < 4; j++) write(i + j, v[j]);
+    }
+}
+
 inline float widen(int8_t value) { return value; }
 
 constexpr float LOG2_E = 1.4426950408889634f;
