@@ -108,13 +108,13 @@ def verdicts(records: Sequence[Record], near: float = NEAR) -> list[Verdict]:
         best = chosen(usable, near)
         of_method = [r for r in records if r.group == group and r.method == best.method]
         by_kind = {r.kind: r.ratio.median for r in of_method if r.ratio is not None}
-        others = max((r for r in methods if not r.ours and r.ratio is not None), key=_median, default=best)
+        fastest = max((r for r in methods if r.ratio is not None), key=_median)
         method, call = "", dict[str, Any]()
         if best.random_weights:
             text = f"{best.method}: {_times(best)}. With random weights nobody knows whether drafts pay."
-        elif others.method != BASELINE and near * _median(others) > _median(best):
-            whose = "" if others.engine else "transformers' own "
-            text = f"Fastest is {whose}{others.method}: {_times(others)}. Of ours {best.method}: {_times(best)}."
+        elif not fastest.ours and fastest.method != BASELINE and near * _median(fastest) > _median(best):
+            whose = "" if fastest.engine else "transformers' own "
+            text = f"Fastest is {whose}{fastest.method}: {_times(fastest)}. Of ours {best.method}: {_times(best)}."
         elif _median(best) < GAIN:
             text = f"Nothing is gained: the fastest is {best.method}, with {_times(best)}. Leave strategy= out."
         else:

@@ -48,6 +48,13 @@ def test_another_engine_is_not_called_transformers() -> None:
     assert verdict.text.startswith("Fastest is llama.cpp[q4_0]: ")
 
 
+def test_another_engine_is_not_the_fastest_if_a_lossy_method_of_ours_is() -> None:
+    others = record("llama.cpp[q4_0]", 40, ours=False, engine="llama.cpp")
+    lossy = record("autoregressive[weights=int4]", 50, identical=False)
+    (verdict,) = verdicts([record("transformers", 10), others, lossy, record("auto", 30)])
+    assert verdict.text.startswith("Use auto: ")
+
+
 def test_prompts_of_all_kinds_count_by_their_time() -> None:
     records = [
         record("transformers", 10, "code"), record("auto", 40, "code"), record("transformers", 10, "story"),
