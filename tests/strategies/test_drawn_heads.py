@@ -52,24 +52,26 @@ def cases() -> dict[str, Case]:
         "medusa tree": (llama, lambda: Medusa(heads=random_heads(), tree=SMALL_TREE)),
         "merged tree": (llama, lambda: Merged([PromptLookup(length=2), Medusa(heads=random_heads(), tree=SMALL_TREE)])),
     }
-    for shape, settings in (("chain", CHAIN), ("tree", TREE)):
-        found[f"mtp {shape}"] = with_mtp_layers, lambda own=settings: Mtp(**own)
-        for kind in ("authors", "speculators"):
-            found[f"eagle3 {kind} {shape}"] = (
-                test_eagle3.target, lambda kind=kind, own=settings: Eagle3(head=test_eagle3.written(kind), **own),
-            )  # fmt: skip
-        for kind in test_eagle3.NEWER:
-            found[f"eagle3 {kind} {shape}"] = (
-                test_eagle3.target, lambda kind=kind, own=settings: Eagle3(head=test_eagle3.newer(kind), **own),
-            )  # fmt: skip
-        for kind in test_dflash.LAYERS:
-            found[f"dflash {kind} {shape}"] = (
-                test_dflash.target, lambda kind=kind, own=settings: DFlash(draft_model=test_dflash.written(kind), **own),
-            )  # fmt: skip
-        for kind in test_block_heads.VARIANTS:
-            found[f"{kind} {shape}"] = (
-                test_dflash.target, lambda kind=kind, own=settings: DFlash(draft_model=test_block_heads.written(kind), **own),
-            )  # fmt: skip
+
+    def add(name: str, model: Callable[[], PreTrainedModel], strategy: Callable[..., Strategy]) -> None:
+        for shape, settings in (("chain", CHAIN), ("tree", TREE)):
+            found[f"{name} {shape}"] = model, lambda own=settings: strategy(**own)
+
+    def eagle3(written: Callable[[str], str], kind: str) -> None:
+        add(f"eagle3 {kind}", test_eagle3.target, lambda **own: Eagle3(head=written(kind), **own))
+
+    def dflash(name: str, written: Callable[[str], str], kind: str) -> None:
+        add(name, test_dflash.target, lambda **own: DFlash(draft_model=written(kind), **own))
+
+    add("mtp", with_mtp_layers, Mtp)
+    for kind in ("authors", "speculators"):
+        eagle3(test_eagle3.written, kind)
+    for kind in test_eagle3.NEWER:
+        eagle3(test_eagle3.newer, kind)
+    for kind in test_dflash.LAYERS:
+        dflash(f"dflash {kind}", test_dflash.written, kind)
+    for kind in test_block_heads.VARIANTS:
+        dflash(kind, test_block_heads.written, kind)
     return found
 
 
