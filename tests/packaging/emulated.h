@@ -31,6 +31,20 @@ inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
     return sums;
 }
 
+// `b` gives the first 16 numbers.
+inline __m512bh cvtne2ps_pbh(__m512 a, __m512 b) {
+    uint16_t rounded[32];
+    for (int i = 0; i < 32; i++) {
+        const float value = flushed(i < 16 ? b[i] : a[i - 16]);
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        rounded[i] = uint16_t(value != value ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+    __m512bh result;
+    memcpy(&result, rounded, sizeof result);
+    return result;
+}
+
 struct Tile {
     uint16_t bytes;
     uint8_t rows;
@@ -93,6 +107,7 @@ inline void dpbf16ps(int to, int first, int second) {
 #undef _tile_zero
 #undef _tile_dpbf16ps
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
+#define _mm512_cvtne2ps_pbh emulated::cvtne2ps_pbh
 #define _tile_loadconfig emulated::loadconfig
 #define _tile_release emulated::release
 #define _tile_zero emulated::zero

@@ -260,6 +260,21 @@ def test_a_node_has_the_same_bits_however_many_stretches_of_a_long_text_a_thread
 
 
 @each_variant
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_is_not_finite_changes_only_what_sees_it(variant: str, dtype: torch.dtype) -> None:
+    query, key, value = (noise(1, heads, 130, 48, dtype=dtype, seed=seed) for seed, heads in enumerate((6, 1, 1)))
+    text = causal_block(1, 130, CPU)
+    mask = pack_mask(torch.tensor([0]), text.offsets, None)
+    finite = attend(variant, query, key, value, mask)
+    for token in (2, 40, 70, 129):
+        infinite = value.clone()
+        infinite[:, :, token, ::5] = float("inf")
+        ours = attend(variant, query, key, infinite, mask)
+        assert torch.equal(ours[:, :token], finite[:, :token]), token
+        assert not ours[:, token:, :, ::5].isfinite().any(), token
+
+
+@each_variant
 def test_a_row_in_front_of_its_beginning_gets_zeros(variant: str) -> None:
     key = torch.full((1, 1, 64, 16), float("nan"))
     tree = Topology.chain(1).tensors(1, CPU)

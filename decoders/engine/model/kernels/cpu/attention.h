@@ -4,10 +4,9 @@
 // Sums over keys are ordered by place. A slot s before the block of nodes has place s; the k-th node that a query sees has place base + k.
 // So a token's place is its position on the query's path, whatever its slot is, and a query's result has the same bits on a branch of a
 // tree, in a chain, and in text. Places are cut into blocks, and blocks are grouped in stretches. Within a block, lane l of a vector adds
-// places l, l + LANES, …; blocks and stretches are added in order. Tiles and threads never change this order.
+// places l, l + LANES, …; blocks and stretches are added in order. Tiles and threads never change this order. AMX adds 32 values at a time.
 #pragma once
 #include <atomic>
-#include <bit>
 #include <climits>
 #include <vector>
 
@@ -78,35 +77,50 @@ inline Seen seen_by(const Attention& a, long row, long query, long in_order, std
 // Some queries of a row and a key head: query n of `count` is head `(begin + n) % group` of node `(begin + n) / group`.
 template <class C>
 struct Queries {
+    static constexpr long STEP = Lane<C>::STEP, STEPS = PLACES / STEP;
     const Attention& a;
     const Seen* seen;  // what each node of the row sees
     const int* slots;
     long row, head, begin, count;
     float* space;
-    long group = a.heads / a.kv_heads, wide = wide_of(a), lanes = lanes_of(a), length = round_up(lanes, 4);
+    long group = a.heads / a.kv_heads, wide = wide_of(a), lanes = lanes_of(a), length = round_up(lanes, 4), held = held_for(count);
     uint32_t* queries = (uint32_t*)space;
-    float* keys = space + count * lanes + LANES;
+    float* keys = space + held * lanes + LANES;
     float* branch_keys = keys + length * PLACES;
     float* scores = branch_keys + length * PLACES;
-    float* branch_scores = scores + TILE * PLACES;
-    float* key_rows = branch_scores + TILE * PLACES;
+    float* branch_scores = scores + Lane<C>::QUERIES * PLACES;
+    float* key_rows = branch_scores + Lane<C>::QUERIES * PLACES;
     float scale = a.softcap ? a.scale : a.scale * LOG2_E;
-    Mean stretch = mean(key_rows + LANES * length), all = mean(stretch.tops + count);
+    Mean stretch = mean(key_rows + LANES * length), all = mean(stretch.tops + held);
+    // Only for tiles: values of a block and of a step, and up to Lane<C>::QUERIES queries.
+    uint32_t *pairs = (uint32_t*)(all.tops + held), *branch_pairs = pairs + PLACES / 2 * wide, *few = branch_pairs + STEP / 2 * wide;
+    const bool is_few = Lane<C>::TILES && count <= Lane<C>::QUERIES && a.width % (2 * Lane<C>::LENGTH) == 0;  // whether `few` has the queries
+    bool finite[STEPS] = {};  // whether all values of a step are finite
     Transposed<C> transposed = {(const C*)a.key.data + a.key.at(row, head), a.key.of_slot, a.width, a.type, a.key_scales, a.key_scales.at(row, head), lanes, key_rows};
     const C* values = (const C*)a.value.data + a.value.at(row, head);
     const Seen* of_query[MOST_QUERIES] = {};  // what each query sees: looked up once, because a division takes long
-    Ahead ahead_values = {}, ahead_keys = {};  // values of this block, and keys of the next one
+    Ahead ahead_values = {}, ahead_keys = {};  // values of this block, or with tiles of the next one, and keys of the next one
 
-    Mean mean(float* from) const { return {from, from + count * wide, from + count * (wide + LANES)}; }
+    Mean mean(float* from) const { return {from, from + held * wide, from + held * (wide + LANES)}; }
+    static long held_for(long count) { return Lane<C>::TILES ? round_up(count, Lane<C>::QUERIES) : count; }
     static long wide_of(const Attention& a) { return round_up(a.value_width, Lane<C>::NUMBERS * LANES); }
-    static long lanes_of(const Attention& a) { return (a.width + Lane<C>::NUMBERS - 1) / Lane<C>::NUMBERS; }
+    static long lanes_of(const Attention& a) { return round_up((a.width + Lane<C>::NUMBERS - 1) / Lane<C>::NUMBERS, Lane<C>::LENGTH); }
     static long space_for(const Attention& a, long count) {
-        long wide = wide_of(a), lanes = lanes_of(a), length = round_up(lanes, 4);
-        return count * lanes + LANES + 2 * length * PLACES + 2 * TILE * PLACES + LANES * length + 2 * count * (wide + LANES + 1) + LANES;
+        long wide = wide_of(a), lanes = lanes_of(a), length = round_up(lanes, 4), held = held_for(count);
+        return held * lanes + LANES + 2 * length * PLACES + 2 * Lane<C>::QUERIES * PLACES + LANES * length + 2 * held * (wide + LANES + 1) + LANES +
+               Lane<C>::TILES * ((PLACES + STEP) / 2 * wide + lanes * Lane<C>::QUERIES);
     }
+    // Whether the keys of a block are read as they lie, without a transposition.
+    bool reads_keys(long block) const { return is_few && block + PLACES <= a.view; }
     const Seen& of(long n) const { return *of_query[n]; }
 
+    // The slot that a query sees at a place, or -1.
+    int slot_of(const Seen& s, long place) const {
+        return place < s.first || place >= s.end() ? -1 : place < s.straight ? int(place) : slots[s.gathered + place - s.straight];
+    }
+
     [[gnu::noinline]] void take() {
+        if constexpr (Lane<C>::TILES) memset(keys, 0, 2 * length * PLACES * sizeof(float));
         for (long n = 0; n < count; n++) {
             of_query[n] = seen + (begin + n) / group;
             long from = a.query.at(row, head * group + (begin + n) % group) + (begin + n) / group * a.query.of_slot;
@@ -118,6 +132,8 @@ struct Queries {
                 for (long d = 0; d < lanes; d++) own[d] = as_bits(widen(a.type, a.query.data, from + d) * scale);
             }
         }
+        if constexpr (Lane<C>::TILES)
+            if (is_few) Lane<C>::pair_queries(queries, count, lanes, few);
     }
 
     void clear(const Mean& m) {
@@ -126,48 +142,68 @@ struct Queries {
         for (long n = 0; n < count; n++) m.tops[n] = -INFINITY;
     }
 
-    // The range of places that any of the queries sees.
-    void range(long& first, long& straight, long& end) const {
-        first = LONG_MAX, straight = end = 0;
-        for (long node = begin / group; node <= (begin + count - 1) / group; node++) {
-            first = std::min(first, seen[node].first);
-            straight = std::max(straight, seen[node].straight);
-            end = std::max(end, seen[node].end());
+    // The places that some queries see: all lie from `first` to `end` - 1, those with equal slots for all of the queries that see them end
+    // at `straight`, and every query sees the places common_first … common_end - 1, with equal slots.
+    struct Range {
+        long first = LONG_MAX, straight = 0, end = 0, common_first = 0, common_end = LONG_MAX;
+    };
+    Range range(long from, long some) const {
+        Range all;
+        for (long n = from; n < from + some; n++) {
+            const Seen& s = of(n);
+            all.first = std::min(all.first, s.first);
+            all.straight = std::max(all.straight, s.straight);
+            all.end = std::max(all.end, s.end());
+            all.common_first = std::max(all.common_first, s.first);
+            all.common_end = std::min(all.common_end, s.straight);
         }
+        return all;
     }
 
     // Computes attention to places from … to - 1.
     [[gnu::noinline]] void attend(long from, long to) {
         clear(stretch);
-        long first, straight, end;
-        range(first, straight, end);
-        for (long block = std::max(from, first / PLACES * PLACES); block < std::min(to, end); block += PLACES) {
-            ahead_values = {values + block * a.value.of_slot, PLACES * a.value.of_slot, LANES / 4};  // a step prefetches LANES / 4 lines
+        const Range places = range(0, count);
+        const long first = places.first, straight = places.straight;
+        if constexpr (Lane<C>::TILES) Lane<C>::configure(count);
+        for (long block = std::max(from, first / PLACES * PLACES); block < std::min(to, places.end); block += PLACES) {
+            const long ahead = Lane<C>::TILES ? PLACES : 0;
+            ahead_values = {values + (block + ahead) * a.value.of_slot, PLACES * a.value.of_slot, Lane<C>::TILES ? 2 : LANES / 4};
             ahead_keys = {transposed.keys + (block + PLACES) * a.key.of_slot, PLACES * a.key.of_slot, (sizeof(C) + 1) / 2 * Lane<C>::NUMBERS};
-            transposed.straight(block, std::max(block, first), std::min(block + PLACES, straight), keys, ahead_values);
-            for (long n = 0; n < count; n += TILE) attend_tile(block, n, std::min(count - n, long(TILE)));
+            if (!reads_keys(block)) transposed.straight(block, std::max(block, first), std::min(block + PLACES, straight), keys, ahead_values);
+            if constexpr (Lane<C>::TILES)
+                for (long step = 0, begin = block; step < STEPS; step++, begin += STEP) {
+                    const Seen some = {first, straight, 0, 0};
+                    uint32_t* to = pairs + step * STEP / 2 * wide;
+                    const bool seen_by_all = begin >= places.common_first && begin + STEP <= places.common_end;
+                    finite[step] = seen_by_all ? pair_values<false>(some, begin, to) : pair_values<true>(some, begin, to);
+                }
+            for (long n = 0; n < count; n += Lane<C>::QUERIES) attend_tile(block, n, int(std::min(count - n, long(Lane<C>::QUERIES))));
         }
+        if constexpr (Lane<C>::TILES) Lane<C>::release();
     }
 
     void attend_tile(long block, long tile, int size) {
-        long next = block + PLACES, first = next, end = block, straight = block, common_first = block, common_end = next;
-        for (long n = tile; n < tile + size; n++) {
-            first = std::min(first, of(n).first);
-            end = std::max(end, of(n).end());
-            straight = std::max(straight, of(n).straight);
-            common_first = std::max(common_first, of(n).first);
-            common_end = std::min(common_end, of(n).straight);
+        const Range places = range(tile, size);
+        const long next = block + PLACES;
+        if (places.first >= next || places.end <= block) return;
+        if constexpr (Lane<C>::TILES) {
+            const C* from = transposed.keys + block * a.key.of_slot;
+            if (reads_keys(block)) Lane<C>::score_few(size, few, lanes, from, a.key.of_slot, scale, scores, ahead_values);
         }
-        if (first >= next || end <= block) return;
-        first = std::max(first, block) - block;
-        straight = std::min(straight, next) - block;
-        score<C>(size, queries + tile * lanes, lanes, keys, scale, scores, first / LANES, (straight + LANES - 1) / LANES, ahead_keys);
+        if (!reads_keys(block)) {
+            const long first = std::max(places.first, block) - block, straight = std::clamp(places.straight, block, next) - block;
+            Ahead& ahead = Lane<C>::TILES ? ahead_values : ahead_keys;
+            score<C>(size, queries + tile * lanes, lanes, keys, scale, scores, first / LANES, (straight + LANES - 1) / LANES, ahead);
+        }
         for (long n = tile, node_end; n < tile + size; n = node_end) {
             for (node_end = n + 1; node_end < tile + size && of_query[node_end] == of_query[n];) node_end++;
             if (of(n).count) score_branch(block, tile, n, int(node_end - n));
         }
         for (long n = tile; n < tile + size; n++) weigh_query(block, n, scores + (n - tile) * PLACES);
-        common_first = round_up(common_first, Lane<C>::NUMBERS), common_end = common_end / Lane<C>::NUMBERS * Lane<C>::NUMBERS;
+        if constexpr (Lane<C>::TILES) return add_steps(block, tile, size);
+        const long common_first = round_up(std::max(places.common_first, block), Lane<C>::NUMBERS);
+        const long common_end = std::min(places.common_end, next) / Lane<C>::NUMBERS * Lane<C>::NUMBERS;
         const bool common = common_first < common_end;
         for (long n = tile; common && n < tile + size; n++) add_places(block, std::max(of(n).first, block), common_first, n, tile);
         if (common)
@@ -179,6 +215,44 @@ struct Queries {
 
     const float* weights_at(long place, long row) const { return scores + row * PLACES + place / Lane<C>::NUMBERS; }
 
+    // Pairs the values of a step's places, for a query that sees `s`. Returns whether all are finite.
+    template <bool CHECKED>
+    bool pair_values(const Seen& s, long begin, uint32_t* to) {
+        int own[STEP];
+        for (long i = 0; i < STEP; i++) own[i] = slot_of(s, begin + i);
+        return Lane<C>::template pair_values<CHECKED>(values, a.value.of_slot, own, a.value_width, to, wide, ahead_keys);
+    }
+
+    // Adds the values of a block to the sums of a tile's queries, in steps. A query that sees gathered slots in a step has values of its own
+    // there. So has every query if a value is not finite, because a query that does not see this value would multiply it by zero.
+    [[gnu::noinline]] void add_steps(long block, long tile, int size) {
+        float* sums = stretch.sums + tile * wide;
+        uint32_t together[STEPS] = {}, apart[STEPS] = {};
+        bool any = false;
+        for (int n = 0; n < size; n++) {
+            const Seen& s = of(tile + n);
+            for (long step = 0, begin = block; step < STEPS; step++, begin += STEP) {
+                if (s.first >= begin + STEP || s.end() <= begin) continue;
+                bool alike = finite[step] && s.straight >= std::min(begin + STEP, s.end());
+                (alike ? together : apart)[step] |= 1u << n;
+            }
+        }
+        for (long step = 0; step < STEPS; step++) any |= apart[step] || !finite[step];
+        if (!any) return Lane<C>::template add_pairs<true>(weights_at(0, 0), pairs, STEPS, 0, sums, wide, ahead_keys);
+        for (long step = 0; step < STEPS; step++) {
+            const float* weights = weights_at(step * STEP, 0);
+            if (together[step]) Lane<C>::template add_pairs<false>(weights, pairs + step * STEP / 2 * wide, 1, together[step], sums, wide, ahead_keys);
+            while (apart[step]) {
+                const Seen* seen = of_query[tile + std::countr_zero(apart[step])];
+                uint32_t same = 0;
+                for (int n = 0; n < size; n++) same |= uint32_t(of_query[tile + n] == seen) << n;
+                pair_values<false>(*seen, block + step * STEP, branch_pairs);
+                Lane<C>::template add_pairs<false>(weights, branch_pairs, 1, same, sums, wide, ahead_keys);
+                apart[step] &= ~same;
+            }
+        }
+    }
+
     // Adds the values of places from … to - 1 of a block to the sums of a query.
     [[gnu::noinline]] void add_places(long block, long from, long to, long n, long tile) {
         if (from >= to) return;
@@ -186,7 +260,7 @@ struct Queries {
         int own[PLACES];
         long first = from / Lane<C>::NUMBERS * Lane<C>::NUMBERS, count = 0;
         for (long place = first; place < to || count % Lane<C>::NUMBERS; place++)
-            own[count++] = place < from || place >= to ? -1 : place < s.straight ? int(place) : slots[s.gathered + place - s.straight];
+            own[count++] = place < from || place >= to ? -1 : slot_of(s, place);
         add_values(1, weights_at(first - block, n - tile), values, a.value.of_slot, own, count, stretch.sums + n * wide, wide, a.value_width, ahead_keys);
     }
 
@@ -206,7 +280,7 @@ struct Queries {
     void weigh_query(long block, long n, float* own) {
         const Seen& s = of(n);
         long from = std::max(s.first, block), to = std::min(s.end(), block + PLACES);
-        if (from >= to) return;
+        if (from >= to) return Lane<C>::round_weights(own, 0, 0);
         if (a.softcap) {
             for (long i = (from - block) / LANES * LANES; i < to - block; i += LANES)
                 store(own + i, tangent(load(own + i) * broadcast(1 / a.softcap)) * broadcast(a.softcap * LOG2_E));
@@ -224,7 +298,7 @@ struct Queries {
                 if (slot >= 0) own[place - block] *= widen(a.type, a.value_scales.data, a.value_scales.at(row, head) + slot * a.value_scales.of_slot);
             }
         }
-        Lane<C>::round_weights(own);
+        Lane<C>::round_weights(own, from - block, to - block);
     }
 
     [[gnu::noinline]] void add_stretch(long n, const float* sums, float total, float top) {
@@ -233,11 +307,9 @@ struct Queries {
 
     void all_stretches() {
         take();
-        long first, straight, end;
-        range(first, straight, end);
-        first = first / STRETCH * STRETCH;
+        const Range places = range(0, count);
         clear(all);
-        for (long from = first; from < end; from += STRETCH) {
+        for (long from = places.first / STRETCH * STRETCH; from < places.end; from += STRETCH) {
             attend(from, from + STRETCH);
             for (long n = 0; n < count; n++) add_stretch(n, stretch.sums + n * wide, total_of(stretch.totals + n * LANES), stretch.tops[n]);
         }
@@ -257,7 +329,11 @@ struct Queries {
         }
         long to = ((row * a.queries + (begin + n) / group) * a.heads + own) * a.value_width;
         float share = total == 0 ? 0 : 1 / total;  // a query before the start of its row sees nothing
-        for (long d = 0; d < a.value_width; d++) narrow(sums[Lane<C>::sum_of(d)] * share, a.type, a.out, to + d);
+        float part[PLACES];
+        for (long from = 0; from < a.value_width; from += PLACES) {
+            for (long d = 0; d < PLACES && from + d < wide; d += 4) memcpy(part + d, sums + Lane<C>::sum_of(from + d), 4 * sizeof(float));
+            narrow(part, std::min(a.value_width - from, PLACES), share, a.type, a.out, to + from);
+        }
     }
 };
 

@@ -1,14 +1,11 @@
 // Attention of a few queries to a block of places: scores, weights, weighted sums of values.
 #pragma once
 #include <algorithm>
-#include <type_traits>
 
-#include "vector_math.h"
+#include "attention_lanes.h"
 
 namespace {
 
-constexpr long PLACES = 64;  // number of places of a block, a multiple of LANES in every variant
-constexpr int TILE = 6;  // number of queries of a tile
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int SUMS = 24;  // number of vectors of sums that are kept in registers
 #elif defined(__AVX2__)
@@ -16,8 +13,6 @@ constexpr int SUMS = 12;
 #else
 constexpr int SUMS = 6;
 #endif
-
-inline long round_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
 // A tensor [rows, heads, slots, width], contiguous along `width`.
 struct Slots {
@@ -39,10 +34,14 @@ inline Vec load(Type type, const void* from, long i) {
     return type == Type::bfloat16 ? load((const bfloat16*)from + i) : load((const float16*)from + i);
 }
 
-inline void narrow(float value, Type type, void* to, long i) {
-    if (type == Type::float32) ((float*)to)[i] = value;
-    else if (type == Type::bfloat16) narrow(value, ((bfloat16*)to)[i]);
-    else narrow(value, ((float16*)to)[i]);
+// Multiplies `count` numbers by a factor and stores them from number `i` on.
+inline void narrow(const float* numbers, long count, float factor, Type type, void* to, long i) {
+    auto all = [&](auto* out) {
+        for (long n = 0; n < count; n++) narrow(numbers[n] * factor, out[i + n]);
+    };
+    if (type == Type::float32) all((float*)to);
+    else if (type == Type::bfloat16) all((bfloat16*)to);
+    else all((float16*)to);
 }
 
 // Calls `body` with `count`, from 1 to TILE, as a compile-time constant.
@@ -66,58 +65,6 @@ inline void in_vectors(long begin, long end, Body body) {
     for (; begin < end; begin += LEAST) body(std::integral_constant<int, LEAST>(), begin);
 }
 
-// Memory that is read after the current computation. Each step of the computation prefetches a few lines of it. If all lines were prefetched
-// at once, the processor would wait for them, and the computation would take half as long again on a Zen 5.
-struct Ahead {
-    const char *line = nullptr, *end = nullptr;
-    long lines = 0;  // number of lines of a step
-    Ahead() = default;
-    template <class C>
-    Ahead(const C* from, long count, long lines) : line((const char*)from), end((const char*)(from + count)), lines(lines) {}
-    void step() {
-        if (line < end)
-            for (long i = 0; i < lines; i++, line += 64) prefetch<false>(line);
-    }
-};
-
-// The numbers that one instruction multiplies in a lane of 32 bits: one as float32, or a pair of bfloat16. A pair is of successive numbers
-// of a key and a query, or of the values of successive places and their weights.
-template <class C>
-struct Lane {
-    static constexpr int NUMBERS = 1;
-    static Vec multiply_add(Vec a, Vec b, Vec sums) { return ::multiply_add(a, b, sums); }
-    static void round_weights(float*) {}
-    // Loads V vectors of the values of a place.
-    template <int V>
-    static void load_values(const C* place, const C*, Vec (&to)[V]) {
-        for (int v = 0; v < V; v++) to[v] = load(place + v * LANES);
-    }
-    static long sum_of(long d) { return d; }
-};
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // processors with AMX multiply such pairs in more time than the same numbers as float32
-template <>
-struct Lane<bfloat16> {
-    static constexpr int NUMBERS = 2;
-    static Vec multiply_add(Vec a, Vec b, Vec sums) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }
-    // Rounds the weights of a block of places, in place.
-    static void round_weights(float* own) {
-        bfloat16 rounded[PLACES];
-        for (int i = 0; i < PLACES; i++) narrow(own[i], rounded[i]);
-        memcpy(own, rounded, sizeof rounded);
-    }
-    // Loads the values of two places, as V vectors of pairs.
-    template <int V>
-    static void load_values(const bfloat16* place, const bfloat16* next, Vec (&to)[V]) {
-        for (int v = 0; v < V; v += 2) {
-            __m512i a = (__m512i)load_pairs(place + v * LANES), b = (__m512i)load_pairs(next + v * LANES);
-            to[v] = (Vec)_mm512_unpacklo_epi16(a, b), to[v + 1] = (Vec)_mm512_unpackhi_epi16(a, b);
-        }
-    }
-    // The index in a query's sums of the sum for number d of the values.
-    static long sum_of(long d) { return d / 32 * 32 + d / 4 % 2 * 16 + d % 32 / 8 * 4 + d % 4; }
-};
-#endif
-
 // The scores of N queries for V vectors of places. keys: [lanes, PLACES]. scale: multiplies the scores of queries in bfloat16; float32
 // queries are scaled before the product, but scaled bfloat16 queries would be rounded.
 template <class C, int N, int V>
@@ -138,10 +85,11 @@ inline void score_tile(const uint32_t* queries, long lanes, const float* keys, f
         for (int v = 0; v < V; v++) store(scores + n * PLACES + v * LANES, Lane<C>::NUMBERS > 1 ? sums[n][v] * broadcast(scale) : sums[n][v]);
 }
 
-// The scores of `count` queries for the places in vectors begin … end - 1 of a block.
+// The scores of `count` queries for the places in vectors begin … end - 1 of a block, at least.
 template <class C>
 [[gnu::noinline]] void score(
     int count, const uint32_t* queries, long lanes, const float* keys, float scale, float* scores, long begin, long end, Ahead& ahead) {
+    if constexpr (Lane<C>::TILES) return Lane<C>::score(count, queries, lanes, keys, scale, scores, ahead);
     with_count(count, [&](auto constant) {
         constexpr int N = decltype(constant)::value;
         in_vectors<N>(begin, end, [&](auto vectors, long v) {
@@ -208,7 +156,7 @@ struct Transposed {
     Type type;  // of the scales
     const Slots& scales;
     long first_scale;
-    long lanes;   // of a key, see Lane
+    long lanes;   // of a key, see Lane; in tiles also zeros behind it
     float* rows;  // [LANES, lanes rounded up to 4]
 
     // Transposes `count` keys, at most LANES. slots: null for successive slots from `slot` on; a slot of -1 gives zeros.
@@ -217,7 +165,7 @@ struct Transposed {
         constexpr bool AS_GIVEN = sizeof(C) * NUMBERS == sizeof(float);
         const float* from = (const float*)(keys + slot * stride);
         if (!slots && count == LANES && AS_GIVEN && width % (4 * NUMBERS) == 0 && stride % NUMBERS == 0) {
-            in_fours(from, stride / NUMBERS, lanes, ahead, [&](long d, Vec v) { store(to + d * PLACES, v); });
+            in_fours(from, stride / NUMBERS, width / NUMBERS, ahead, [&](long d, Vec v) { store(to + d * PLACES, v); });
         } else if (!slots && count == LANES && std::is_same_v<C, bfloat16> && width % 8 == 0 && stride % 2 == 0) {
             in_fours(from, stride / 2, width / 2, ahead, [&](long d, Vec v) {
                 store(to + 2 * d * PLACES, first_of_pairs((Bits)v));
@@ -301,10 +249,6 @@ inline float total_of(const float* lanes) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += lanes[i];
     return sum;
-}
-
-inline void multiply_all(float* numbers, long count, float factor) {
-    for (long i = 0; i < count; i += LANES) store(numbers + i, load(numbers + i) * broadcast(factor));
 }
 
 // Turns the scores of a query for places begin … end - 1 of a block into weights, relative to the query's largest score so far.

@@ -128,11 +128,11 @@ struct Heads {
 template <class T>
 inline void rotate(const T* from, const T* cos, const T* sin, long turned, long width, T* to) {
     const long half = turned / 2;
-    for (long i = 0; i < half; i++) {
-        float a = widen(from[i]), b = widen(from[i + half]);
-        narrow(rounded<T>(a * widen(cos[i])) - rounded<T>(b * widen(sin[i])), to[i]);
-        narrow(rounded<T>(b * widen(cos[i + half])) + rounded<T>(a * widen(sin[i + half])), to[i + half]);
-    }
+    // In two loops, because for one loop compilers would have to check too many pairs of arrays for overlaps, and would not use vectors.
+    for (long i = 0; i < half; i++)
+        narrow(rounded<T>(widen(from[i]) * widen(cos[i])) - rounded<T>(widen(from[i + half]) * widen(sin[i])), to[i]);
+    for (long i = half; i < 2 * half; i++)
+        narrow(rounded<T>(widen(from[i]) * widen(cos[i])) + rounded<T>(widen(from[i - half]) * widen(sin[i])), to[i]);
     for (long i = turned; i < width; i++) to[i] = from[i];
 }
 

@@ -1,6 +1,5 @@
-// y = x @ W.T in bfloat16 with AMX. AMX reads tiles of 16 outputs and 32 inputs of W as W lies in memory. Rows of x are rearranged once, to
-// [groups of up to 16 rows, steps of 32 inputs, 16 pairs of inputs, rows of a group]. A sum adds its steps in order, in any tile and for
-// any number of rows.
+// Products in bfloat16 with AMX. A tile of AMX is a small matrix. One instruction multiplies a tile of 32 numbers per row by a tile of 16
+// pairs of numbers per column, and adds the result to a tile of sums.
 #pragma once
 #include "parallel.h"
 #include "vector_math.h"
@@ -8,6 +7,24 @@
 #if defined(__AMX_BF16__)
 namespace {
 
+// Tells the compiler that `memory` is read, because the compiler does not know that tiles are loaded from there.
+inline void written(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
+
+// Configures this thread's tiles until they are released. rows(t), bytes(t): number of rows of tile t, and bytes of a row.
+template <class Rows, class Bytes>
+inline void configure_tiles(Rows rows, Bytes bytes) {
+    struct alignas(64) {
+        uint8_t palette = 1, rest[15] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } tiles;
+    for (int t = 0; t < 8; t++) tiles.bytes[t] = uint16_t(bytes(t)), tiles.rows[t] = uint8_t(rows(t));
+    written(&tiles);
+    _tile_loadconfig(&tiles);
+}
+
+// y = x @ W.T. AMX reads tiles of 16 outputs and 32 inputs of W as W lies in memory. Rows of x are rearranged once, to [groups of up to 16
+// rows, steps of 32 inputs, 16 pairs of inputs, rows of a group]. A sum adds its steps in order, in any tile and for any number of rows.
 struct Tiles {
     static constexpr long OUTPUTS = 32, INPUTS = 32, PAIRS = INPUTS / 2;  // outputs: of two tiles of W
     long inputs, steps, groups, columns;  // columns: number of rows of x in a group
@@ -36,20 +53,10 @@ struct Tiles {
         });
     }
 
-    // Configures this thread's tiles until they are released: 0 to 3 are sums, 4 and 5 are parts of W, 6 and 7 are parts of x.
+    // Tiles 0 to 3 are sums, 4 and 5 are parts of W, 6 and 7 are parts of x.
     void configure() const {
-        struct alignas(64) {
-            uint8_t palette = 1, rest[15] = {};
-            uint16_t bytes[16] = {};
-            uint8_t rows[16] = {};
-        } tiles;
-        for (int t = 0; t < 8; t++) tiles.bytes[t] = t / 2 == 2 ? 64 : 4 * columns, tiles.rows[t] = 16;
-        written(&tiles);
-        _tile_loadconfig(&tiles);
+        configure_tiles([](int) { return 16; }, [&](int t) { return t / 2 == 2 ? 64 : 4 * columns; });
     }
-
-    // Tells the compiler that `memory` is read, because the compiler does not know that tiles are loaded from there.
-    static void written(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
 
     // Multiplies up to OUTPUTS outputs by N groups of rows, one or two. y: [rows, OUTPUTS].
     template <int N>
