@@ -99,6 +99,17 @@ inline void dpbf16ps(int to, int first, int second) {
         }
     }
 }
+inline void dpbssd(int to, int first, int second) {
+    Tile &c = tile(to), &a = tile(first), &b = tile(second);
+    fits(c, a, b);
+    for (int m = 0; m < c.rows; m++)
+        for (int n = 0; n < c.bytes / 4; n++) {
+            uint32_t sum;
+            memcpy(&sum, c.row[m] + 4 * n, sizeof sum);
+            for (int k = 0; k < a.bytes; k++) sum += uint32_t(int8_t(a.row[m][k]) * int8_t(b.row[k / 4][4 * n + k % 4]));
+            memcpy(c.row[m] + 4 * n, &sum, sizeof sum);
+        }
+}
 
 }  // namespace emulated
 
@@ -106,6 +117,7 @@ inline void dpbf16ps(int to, int first, int second) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _mm512_cvtne2ps_pbh emulated::cvtne2ps_pbh
 #define _tile_loadconfig emulated::loadconfig
@@ -114,3 +126,4 @@ inline void dpbf16ps(int to, int first, int second) {
 #define _tile_loadd emulated::loadd
 #define _tile_stored emulated::stored
 #define _tile_dpbf16ps emulated::dpbf16ps
+#define _tile_dpbssd emulated::dpbssd

@@ -129,6 +129,16 @@ def test_int8_levels_are_read_where_they_are(kernels: Kernels) -> None:
     assert torch.equal(*(kernels.quantized_linear(x, [lv], [scales], [], 1) for lv in (levels, wide[:, :96])))
 
 
+@pytest.mark.parametrize("inputs", [65536, 65600])
+def test_sums_of_the_largest_integers_do_not_overflow(kernels: Kernels, inputs: int) -> None:
+    levels, scales = torch.full((3, inputs), -128, dtype=torch.int8), torch.ones(3, 1)
+    x = torch.full((2, inputs), 1 - 1 / 254)  # integers whose lower byte is -128, if 1 is 127 · 256
+    x[:, 0] = 1
+    exact = x.double().sum(-1, keepdim=True).mul(-128).expand(2, 3)
+    product = kernels.quantized_linear(x, [levels], [scales], [], 1)
+    torch.testing.assert_close(product.double(), exact, rtol=1e-6, atol=0)
+
+
 def test_rows_of_zeros_and_of_numbers_that_are_none(kernels: Kernels) -> None:
     levels, scales, _ = quantized(8, 96, 1, outputs=9)
     x = random(4, 96)

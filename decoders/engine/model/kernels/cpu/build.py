@@ -25,7 +25,7 @@ _AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16")
 #: For each kind of machine, its variants with their compiler options, best variant first.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+        "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         "avx512_bf16": _AVX512_BF16,
         "avx512_vnni": _AVX512_VNNI,
         "avx512": _AVX512,

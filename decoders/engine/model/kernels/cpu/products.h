@@ -286,15 +286,16 @@ struct VectorPanels {
 };
 
 #if defined(__AMX_BF16__)
-struct TilePanels : Tiles {
-    static constexpr long WIDE = OUTPUTS;
+template <class W>
+struct TilePanels : Tiles<W> {
+    static constexpr long WIDE = Tiles<W>::OUTPUTS;
     const uint32_t* x;
     long rows;
 
-    void begin() const { configure(); }
+    void begin() const { this->configure(); }
     void end() const { _tile_release(); }
     long operator()(const Matrix& matrix, long o, long left, float* y) const {
-        multiply((const bfloat16*)matrix.weights + o * matrix.stride, matrix.stride, std::min(left, WIDE), x, rows, y);
+        this->multiply((const W*)matrix.weights + o * matrix.stride, matrix.stride, std::min(left, WIDE), x, rows, y);
         return std::min(left, WIDE);
     }
 };
@@ -382,10 +383,10 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
         } else {
 #if defined(__AMX_BF16__)
             if constexpr (std::is_same_v<T, bfloat16>) {
-                Tiles tiles(some, inputs);
-                auto* pairs = (uint32_t*)workspace(tiles.groups * tiles.of_group() * sizeof(uint32_t));
-                tiles.arrange(x, some, pairs, threads);
-                multiply_block(TilePanels{tiles, pairs, some}, some, 1, matrices, count, out, outputs, threads);
+                Tiles<T> tiles(some, inputs);
+                auto* words = (uint32_t*)workspace(tiles.words() * sizeof(uint32_t));
+                tiles.arrange(x, inputs, some, words, threads);
+                multiply_block(TilePanels<T>{tiles, words, some}, some, 1, matrices, count, out, outputs, threads);
                 continue;
             }
 #endif

@@ -9,9 +9,7 @@
 
 namespace {
 
-// Vectors of 2 LANES 16-bit integers, and of LANES 32-bit sums.
 using Shorts = int16_t __attribute__((vector_size(4 * LANES)));
-using Sums = int32_t __attribute__((vector_size(4 * LANES)));
 
 inline Shorts load_shorts(const void* from) { return load_as<Shorts>(from); }
 inline Shorts widen(const int8_t* from) {
@@ -26,7 +24,6 @@ inline Shorts widen(const int8_t* from) {
 #endif
 }
 inline Sums no_sums() { return Sums{}; }
-inline Vec as_vector(Sums sums) { return __builtin_convertvector(sums, Vec); }
 template <int PLACE>
 inline Shorts four_bits(Shorts packed) {
     using Words = uint16_t __attribute__((vector_size(4 * LANES)));
@@ -70,7 +67,8 @@ inline Sums add_pair(Shorts a, const int16_t* b, Sums sums) {
 }
 
 constexpr long SHORTS = 2 * LANES;
-constexpr long HEADER = 32;   // space for a row's scale before its 16-bit integers, so large that the integers begin a cache line
+constexpr int LARGEST = 127 << 8;  // of a row's integers, so that upper bytes fit into 8 bits although lower bytes have a sign
+constexpr long HEADER = 32;        // space for a row's scale before its 16-bit integers, so large that the integers begin a cache line
 
 inline long rounded_up(long number, long unit) { return (number + unit - 1) / unit * unit; }
 
@@ -144,6 +142,22 @@ struct Bytes {
             for (int r = 0; r < R; r++) y[n * ldy + r] *= scale_of(x + n * ldx);
     }
 };
+
+#if defined(__AMX_INT8__)
+// Multiplies int8 weights that have one scale per output, in tiles. prepared: the scale of row i of x is at `prepared + i * ldx`.
+struct BytePanels : TilePanels<int8_t> {
+    const int16_t* prepared;
+    long ldx;
+
+    long operator()(const Matrix& matrix, long o, long left, float* y) const {
+        const float* scales = (const float*)matrix.scales + o;
+        const long wide = TilePanels<int8_t>::operator()(matrix, o, left, y);
+        for (long row = 0; row < rows; row++, y += WIDE)
+            for (long i = 0; i < wide; i++) y[i] = y[i] * scales[i] * scale_of(prepared + row * ldx);
+        return wide;
+    }
+};
+#endif
 
 // Weights of 4 bits, 0 to 15, in panels of OUTPUTS outputs. A panel has 64 bytes for every INPUTS inputs: a 32-bit word per output, with inputs
 // 0, 2, 4, 6 in the lower half and 1, 3, 5, 7 in the upper half, the first in the lowest bits. So a lane of the sums belongs to one output, and
@@ -257,7 +271,7 @@ float round_row(const float* from, long inputs, long groups, int16_t* to) {
     uint32_t most = 0;
     for (long k = 0; k < inputs; k++) most = std::max(most, as_bits(from[k]) & 0x7fffffff);
     // A row with an infinity or a NaN gets NaN as its scale.
-    float size = as_float(most), scale = size <= 3e38f ? std::max(size, 1e-30f) / 32767 : as_float(0x7fc00000), per_step = 1 / scale;
+    float size = as_float(most), scale = size <= 3e38f ? std::max(size, 1e-30f) / LARGEST : as_float(0x7fc00000), per_step = 1 / scale;
     memcpy(to, &scale, sizeof scale);
     int16_t* row = to + HEADER;
     for (long k = 0; k < inputs; k++) row[k] = int16_t(as_bits(from[k] * per_step + 12582912.0f) - 0x4b400000);
@@ -281,7 +295,15 @@ void multiply_quantized(const T* x, long rows, long inputs, int digits, const Ma
     for (int m = 0; m < count; m++) outputs += matrices[m].outputs;
     for (long row = 0; row < rows; row += at_once, x += at_once * inputs, out += at_once * outputs) {
         long some = std::min(rows - row, at_once);
-        auto* prepared = (int16_t*)workspace(some * digits * ldx * sizeof(int16_t) + threads * inputs * sizeof(float));
+        long bytes = some * digits * ldx * sizeof(int16_t) + threads * inputs * sizeof(float);
+#if defined(__AMX_INT8__)
+        const Tiles<int8_t> tiles(some * digits, inputs);
+        const bool in_tiles = std::is_same_v<S, Bytes> && groups == 1 && inputs <= tiles.MOST_INPUTS;
+        auto* words = (uint32_t*)workspace(in_tiles * tiles.words() * sizeof(uint32_t) + bytes);
+        auto* prepared = (int16_t*)(words + in_tiles * tiles.words());
+#else
+        auto* prepared = (int16_t*)workspace(bytes);
+#endif
         float* wide = (float*)(prepared + some * digits * ldx);
         in_threads(some * inputs > 32768 ? threads : 1, [&](int thread, int of) {
             long begin, end;
@@ -296,6 +318,13 @@ void multiply_quantized(const T* x, long rows, long inputs, int digits, const Ma
                 round_row<S>(values, inputs, groups, to + some * ldx);
             }
         });
+#if defined(__AMX_INT8__)
+        if (in_tiles) {
+            tiles.arrange(prepared + HEADER, ldx, some * digits, words, threads);
+            multiply_block(BytePanels{{tiles, words, some * digits}, prepared, ldx}, some, digits, matrices, count, out, outputs, threads);
+            continue;
+        }
+#endif
         multiply_block(typename S::Panels{prepared, ldx, some * digits, inputs}, some, digits, matrices, count, out, outputs, threads);
     }
 }

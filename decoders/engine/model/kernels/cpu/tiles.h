@@ -1,5 +1,5 @@
-// Products in bfloat16 with AMX. A tile of AMX is a small matrix. One instruction multiplies a tile of 32 numbers per row by a tile of 16
-// pairs of numbers per column, and adds the result to a tile of sums.
+// Products in bfloat16 and int8 with AMX. A tile of AMX is a small matrix, of 16 rows of 64 bytes. One instruction multiplies a tile by a tile
+// that has pairs of successive numbers (with int8, fours) of 16 columns in each row, and adds the result to a tile of sums.
 #pragma once
 #include "parallel.h"
 #include "vector_math.h"
@@ -23,46 +23,62 @@ inline void configure_tiles(Rows rows, Bytes bytes) {
     _tile_loadconfig(&tiles);
 }
 
-// y = x @ W.T. AMX reads tiles of 16 outputs and 32 inputs of W as W lies in memory. Rows of x are rearranged once, to [groups of up to 16
-// rows, steps of 32 inputs, 16 pairs of inputs, rows of a group]. A sum adds its steps in order, in any tile and for any number of rows.
+// y = x @ W.T. AMX reads tiles of 16 outputs and 64 bytes of W as W lies in memory. Rows of x are rearranged once, to [groups of up to ROWS
+// rows, steps of INPUTS, 16 pairs or fours, columns]. A sum adds its steps in order, in any tile and for any number of rows.
+//
+// If W is int8, x has 16-bit integers, and a row has two columns: the upper bytes of its integers, and the lower bytes, which have a sign, too.
+// The sums of both are exact for up to MOST_INPUTS inputs.
+template <class W>
 struct Tiles {
-    static constexpr long OUTPUTS = 32, INPUTS = 32, PAIRS = INPUTS / 2;  // outputs: of two tiles of W
-    long inputs, steps, groups, columns;  // columns: number of rows of x in a group
+    static constexpr long OUTPUTS = 32, INPUTS = 64 / sizeof(W), MOST_INPUTS = 1 << 16;  // outputs: of two tiles of W
+    static constexpr long PARTS = sizeof(W) == 1 ? 2 : 1, ROWS = 16 / PARTS;             // parts: columns of a row
+    long inputs, steps, groups, columns;                                                 // columns: of a group
 
     Tiles(long rows, long inputs)
-        : inputs(inputs), steps((inputs + INPUTS - 1) / INPUTS), groups((rows + 15) / 16), columns(std::min(rows, 16L)) {}
+        : inputs(inputs), steps((inputs + INPUTS - 1) / INPUTS), groups((rows + ROWS - 1) / ROWS), columns(PARTS * std::min(rows, ROWS)) {}
 
-    long of_group() const { return steps * PAIRS * columns; }
+    long of_group() const { return steps * 16 * columns; }
+    long words() const { return groups * of_group(); }
 
-    // to: [groups, steps, PAIRS, columns] pairs, padded with zeros.
-    void arrange(const bfloat16* x, long rows, uint32_t* to, int threads) const {
+    // x: [rows, inputs], with `stride` numbers from row to row. to: `words()` words of 32 bits, padded with zeros.
+    template <class X>
+    void arrange(const X* x, long stride, long rows, uint32_t* to, int threads) const {
         in_threads(rows * inputs > 32768 ? threads : 1, [&](int thread, int of) {
             long begin, end;
             share_of(groups, 1, thread, of, begin, end);
+            alignas(64) W step[16][INPUTS] = {};
             for (long group = begin; group < end; group++) {
-                const bfloat16* from = x + group * columns * inputs;
-                uint32_t* pairs = to + group * of_group();
-                const long count = std::min(rows - group * columns, columns), whole = count == 16 && inputs % 2 == 0 ? inputs / 8 * 8 : 0;
-                transpose_rows((const float*)from, inputs / 2, whole / 2, [] {}, [&](long i, Vec v) { store((float*)pairs + i * columns, v); });
-                for (long row = 0; row < columns; row++)
-                    for (long k = whole, given = row < count ? inputs : 0; k < steps * INPUTS; k += 2) {
-                        uint32_t& pair = pairs[k / 2 * columns + row] = 0;
-                        if (k < given) memcpy(&pair, from + row * inputs + k, std::min(given - k, 2L) * sizeof *from);
+                const long count = std::min(rows - group * ROWS, ROWS);
+                uint32_t* words = to + group * of_group();
+                for (long k = 0; k < inputs; k += INPUTS, words += 16 * columns) {
+                    const long left = std::min(inputs - k, INPUTS);
+                    if (count < ROWS || left < INPUTS) memset(step, 0, sizeof step);
+                    for (long row = 0; row < count; row++) {
+                        const X* from = x + (group * ROWS + row) * stride + k;
+                        for (long i = 0; i < left; i++) {
+                            W& lower = step[(PARTS - 1) * columns / 2 + row][i] = W(from[i]);
+                            if constexpr (PARTS == 2) step[row][i] = W((from[i] - lower) >> 8);
+                        }
                     }
+                    const float* all = (const float*)step[0];
+                    if (columns == 16) transpose_rows(all, 16, 16, [] {}, [&](long i, Vec v) { store((float*)words + 16 * i, v); });
+                    else
+                        for (long i = 0; i < 16 * columns; i++) memcpy(words + i, all + i % columns * 16 + i / columns, sizeof *words);
+                }
             }
         });
     }
 
-    // Tiles 0 to 3 are sums, 4 and 5 are parts of W, 6 and 7 are parts of x.
+    // Tiles 0 to 3 are sums, 4 and 5 are parts of W, 6 and 7 are groups of x.
     void configure() const {
         configure_tiles([](int) { return 16; }, [&](int t) { return t / 2 == 2 ? 64 : 4 * columns; });
     }
 
     // Multiplies up to OUTPUTS outputs by N groups of rows, one or two. y: [rows, OUTPUTS].
     template <int N>
-    void multiply_groups(const bfloat16* w, long stride, long outputs, const uint32_t* x, bool first, long rows, float* y) const {
-        alignas(64) float sums[16][16];
-        alignas(64) bfloat16 rest[OUTPUTS][INPUTS];
+    void multiply_groups(const W* w, long stride, long outputs, const uint32_t* x, bool first, long rows, float* y) const {
+        alignas(64) uint32_t sums[16][16];  // float32, or int32 if W is int8
+        alignas(64) W rest[OUTPUTS][INPUTS];
         const long of_row = 4 * columns;
         _tile_zero(0);
         _tile_zero(2);
@@ -70,8 +86,8 @@ struct Tiles {
             _tile_zero(1);
             _tile_zero(3);
         }
-        for (long step = 0; step < steps; step++, w += INPUTS, x += PAIRS * columns) {
-            const bfloat16* from = w;
+        for (long step = 0; step < steps; step++, w += INPUTS, x += 16 * columns) {
+            const W* from = w;
             long of_output = stride;
             if (long left = std::min(inputs - step * INPUTS, INPUTS); left < INPUTS || outputs < OUTPUTS) {  // nothing is read beyond the end
                 memset(rest, 0, sizeof rest);
@@ -84,18 +100,31 @@ struct Tiles {
             _tile_loadd(4, from, of_output * sizeof *w);
             _tile_loadd(5, from + 16 * of_output, of_output * sizeof *w);
             _tile_loadd(6, x, of_row);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
-            if constexpr (N > 1) {
-                _tile_loadd(7, x + of_group(), of_row);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
+            if constexpr (N > 1) _tile_loadd(7, x + of_group(), of_row);
+            if constexpr (PARTS == 2) {
+                _tile_dpbssd(0, 4, 6);
+                _tile_dpbssd(2, 5, 6);
+                if constexpr (N > 1) {
+                    _tile_dpbssd(1, 4, 7);
+                    _tile_dpbssd(3, 5, 7);
+                }
+            } else {
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(2, 5, 6);
+                if constexpr (N > 1) {
+                    _tile_dpbf16ps(1, 4, 7);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
             }
         }
         auto take = [&](long row, long output) {
-            transpose_rows(sums[0], 16, 16, [] {}, [&](long i, Vec v) {
-                if (row + i < rows) store(y + (row + i) * OUTPUTS + output, v);
-            });
+            alignas(64) float of_column[16][16];
+            transpose_rows((const float*)sums[0], 16, (columns + 3) / 4 * 4, [] {}, [&](long i, Vec v) { store(of_column[i], v); });
+            for (long i = 0; i < columns / PARTS && row + i < rows; i++) {
+                Vec sum = load(of_column[i]);
+                if constexpr (PARTS == 2) sum = multiply_add(as_vector((Sums)sum), broadcast(256), as_vector((Sums)load(of_column[columns / 2 + i])));
+                store(y + (row + i) * OUTPUTS + output, sum);
+            }
         };
         _tile_stored(0, sums[0], sizeof sums[0]);
         take(0, 0);
@@ -103,16 +132,16 @@ struct Tiles {
         take(0, 16);
         if constexpr (N > 1) {
             _tile_stored(1, sums[0], sizeof sums[0]);
-            take(16, 0);
+            take(ROWS, 0);
             _tile_stored(3, sums[0], sizeof sums[0]);
-            take(16, 16);
+            take(ROWS, 16);
         }
     }
 
-    void multiply(const bfloat16* w, long stride, long outputs, const uint32_t* x, long rows, float* y) const {
-        for (long group = 0; group < groups; group += 2, rows -= 32, x += 2 * of_group(), y += 32 * OUTPUTS) {
-            if (rows > 16) multiply_groups<2>(w, stride, outputs, x, !group, rows, y);
-            else multiply_groups<1>(w, stride, outputs, x, !group, rows, y);
+    void multiply(const W* w, long stride, long outputs, const uint32_t* x, long rows, float* y) const {
+        for (bool first = true; rows > 0; first = false, rows -= 2 * ROWS, x += 2 * of_group(), y += 2 * ROWS * OUTPUTS) {
+            if (rows > ROWS) multiply_groups<2>(w, stride, outputs, x, first, rows, y);
+            else multiply_groups<1>(w, stride, outputs, x, first, rows, y);
         }
     }
 };

@@ -33,6 +33,8 @@ constexpr int LANES = 4;
 using Vec = float __attribute__((vector_size(16)));
 #endif
 using Bits = uint32_t __attribute__((vector_size(4 * LANES)));
+using Sums = int32_t __attribute__((vector_size(4 * LANES)));
+inline Vec as_vector(Sums sums) { return __builtin_convertvector(sums, Vec); }
 
 // A vector at an address without alignment. memcpy instead would copy it through integer registers.
 template <class V>
