@@ -276,11 +276,6 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def named_grammar(name: str) -> Spec | CompiledGrammar:
-    """The grammar `name`, from this package's grammars, a plugin or a file; ``anything`` allows all texts."""
-    return regex(r"(?:.|\n)*") if name == ANYTHING else grammar_or_file(name)
-
-
 @dataclass(frozen=True)
 class Configured:
     """A variant (:class:`~decoders.bench.variants.Variant`) with checked settings: they exist and have allowed values.
@@ -337,10 +332,10 @@ def _configured(variant: Variant, settings_by_strategy: Mapping[str, dict[str, A
     verifier = (
         variant.verifier or load_settings(RuntimeSettings, None, {}, {}, sections=registry().strategies()).verifier
     )
-    configured = Configured(
-        variant, classes, own_settings, None, "", resolve_verifier(verifier),
-        named_grammar(variant.grammar) if variant.grammar else None,
-    )  # fmt: skip
+    grammar: Spec | CompiledGrammar | None = None
+    if variant.grammar:
+        grammar = regex(r"(?:.|\n)*") if variant.grammar == ANYTHING else grammar_or_file(variant.grammar)
+    configured = Configured(variant, classes, own_settings, None, "", resolve_verifier(verifier), grammar)
     try:
         return replace(configured, strategy=resolve_strategy("+".join(configured.parts), configured.config))
     except SettingsError as error:

@@ -139,11 +139,6 @@ def file_schema(file: Path) -> Any:
         raise GrammarError(f"{file} is not JSON: {error}", "path") from error
 
 
-def file_pattern(file: Path) -> str:
-    """The regular expression in `file`, in the library's ``.regex`` format. Raises GrammarError if it cannot be read."""
-    return joined(file_content(file))
-
-
 def file_named(text: str) -> Path | None:
     """The file that `text` names: an existing file, or a name with one of :data:`SUFFIXES`. None if `text` is a grammar itself."""
     if "\n" in text:

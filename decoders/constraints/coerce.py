@@ -78,7 +78,7 @@ def spec_of_file(path: Path) -> Spec:
     if path.suffix == ".json":
         return json_schema(path)
     if path.suffix == ".regex":
-        return dataclasses.replace(regex(library.file_pattern(path)), label=path.name)
+        return dataclasses.replace(regex(library.joined(library.file_content(path))), label=path.name)
     return grammar(path)
 
 

@@ -47,12 +47,6 @@ def check_number(name: str, value: Any, wanted: str, above: float = -math.inf) -
         raise SettingsError(f"{name} must be {wanted}, not {value!r}")
 
 
-def check_salt(value: Any) -> None:
-    """Raises SettingsError unless `value` is a ``str``."""
-    if not isinstance(value, str):
-        raise SettingsError(f'cache_salt must be a text ("" is the default), not {value!r}')
-
-
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """Returns the token ids of `prompt` as ``[1, P]``. The prompt is text or token ids.
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..enabling import PreparedCall, check_arguments, enabled, refuse_misspelt
 from ..engine.model.ranks import Ranks
 from ..engine.model.threads import release_threads
-from ..errors import CancelledError, ContextLengthError, QueueFull, UnsupportedError, amount
+from ..errors import CancelledError, ContextLengthError, QueueFull, SettingsError, UnsupportedError, amount
 from ..strategy import Strategy
-from .arguments import check_count, check_number, check_salt, own_arguments, prompt_ids
+from .arguments import check_count, check_number, own_arguments, prompt_ids
 from .generation import Generation
 from .lanes import Lanes, copied, reason
 from .queue import Waiting
@@ -131,7 +131,8 @@ class Scheduler:
         check_number("priority", priority, "a number (higher numbers go first, 0 is the default)")
         if deadline is not None:
             check_number("deadline", deadline, "a number of seconds from now, or None for no deadline")
-        check_salt(cache_salt)
+        if not isinstance(cache_salt, str):
+            raise SettingsError(f'cache_salt must be a text ("" is the default), not {cache_salt!r}')
         if top_logprobs is not None:
             check_count("top_logprobs", top_logprobs, least=0)
         self._check_open()

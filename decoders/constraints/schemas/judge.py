@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ...errors import GrammarError, shortened
@@ -92,15 +93,12 @@ class Judge:
         for keyword in self._broken(read, value):
             return Judgement(Failure(keyword, read[keyword], value))
         evaluated: set[str | int] = set()
-        for verdict in self._applied(place, read, value):
+        inside = self._inside(place, read, value) if isinstance(value, list | dict) else ()
+        for verdict in chain(self._applied(place, read, value), inside):
             if verdict.failure is not None:
                 return verdict
             evaluated |= verdict.evaluated
         if isinstance(value, list | dict):
-            for verdict in self._inside(place, read, value):
-                if verdict.failure is not None:
-                    return verdict
-                evaluated |= verdict.evaluated
             keyword = "unevaluatedProperties" if isinstance(value, dict) else "unevaluatedItems"
             if keyword in read:
                 rest = [key for key in _keys(value) if key not in evaluated]

@@ -27,13 +27,8 @@ _SHARED_CONDITIONS = (
 )
 
 
-def write_object(rules: Rules, name: str, shape: Objects) -> Expr:
-    """An expression for the JSON texts of the objects in `shape`. The names of rules that are added to `rules` begin with `name`."""
-    return ObjectWriter(rules, name, shape).write()
-
-
 class ObjectWriter:
-    """Writes the rules for one set of objects, `shape`. Subclasses write members in other notations."""
+    """Writes the rules for one set of objects, `shape`; their names begin with `name`. Subclasses write members in other notations."""
 
     def __init__(self, rules: Rules, name: str, shape: Objects) -> None:
         self.rules, self.name, self.shape = rules, name, shape

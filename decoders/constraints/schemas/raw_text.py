@@ -72,11 +72,6 @@ def _compiled(tree: Pattern) -> re.Pattern[str]:
     return re.compile(write(tree))
 
 
-def containing(mark: str) -> Pattern:
-    """The tree of all texts that contain `mark`."""
-    return cat(ANYTHING, literal(mark), ANYTHING)
-
-
 def write_raw(strings: Strings, never: Sequence[Pattern], begin: str = "", end: str = "") -> Expr:
     """An expression for the unescaped texts of `strings`, except strings that a tree of `never` matches. Each text stands between a
     match of the regular expression `begin` and a match of `end`.
@@ -178,10 +173,9 @@ class _RawWriter(Writer):
 
     def __init__(self, normaliser: Normaliser, closed: bool, notation: Notation, whitespace: Whitespace) -> None:
         super().__init__(normaliser, whitespace, closed)
-        self.never, self.keys = [containing(notation.mark)], _tree(f"^{notation.name}$")
         self.special = any(ord(character) > _TEXT for each in notation.texts for character in each)
-        if self.special:
-            self.never = [cat(ANYTHING, Chars(((_TEXT + 1, LAST),)), ANYTHING)]
+        mark = Chars(((_TEXT + 1, LAST),)) if self.special else literal(notation.mark)
+        self.never, self.keys = [cat(ANYTHING, mark, ANYTHING)], _tree(f"^{notation.name}$")
         self.warning(_SEPARATE)
 
     def raw_key(self, name: str) -> str:

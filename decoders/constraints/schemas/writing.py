@@ -8,7 +8,7 @@ from . import notation, number_text
 from .array_text import write_array
 from .nodes import Node
 from .notation import Expr, alt, prune, seq, text
-from .object_text import write_object
+from .object_text import ObjectWriter
 from .shapes import Shapes
 from .whitespace import Rules
 
@@ -42,7 +42,7 @@ class Writer(Rules):
         """An expression for the JSON texts of the values in `shapes`. Names of rules for arrays and objects begin with `name`."""
         alternatives = [*self.scalars(shapes), *(self.string(one) for one in shapes.strings)]
         alternatives += [write_array(self, f"{name}a{i}", one) for i, one in enumerate(shapes.arrays)]
-        alternatives += [write_object(self, f"{name}o{i}", one) for i, one in enumerate(shapes.objects)]
+        alternatives += [ObjectWriter(self, f"{name}o{i}", one).write() for i, one in enumerate(shapes.objects)]
         return alt(*alternatives)
 
     def scalars(self, shapes: Shapes, suffix: str = "") -> list[Expr]:
