@@ -204,14 +204,9 @@ class Body(BaseBody):
     response_format: Format | None = None
 
     @property
-    def most_tokens(self) -> int | None:
-        """The requested greatest number of new tokens; None if the body sets none."""
-        return self.max_tokens
-
-    @property
-    def tokens_field(self) -> str:
-        """The name of the field that sets :attr:`most_tokens`, for errors."""
-        return "max_tokens"
+    def most_tokens(self) -> tuple[int | None, str]:
+        """The requested greatest number of new tokens (None if the body sets none), and the name of its field, for errors."""
+        return self.max_tokens, "max_tokens"
 
     @property
     @abstractmethod
@@ -324,12 +319,10 @@ class ChatBody(Body):
     thinking_budget: int | None = Field(None, ge=0)
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
-    def tokens_field(self) -> str:
-        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
+    def most_tokens(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is None:
+            return super().most_tokens
+        return self.max_completion_tokens, "max_completion_tokens"
 
     @property
     def heavy(self) -> bool:  # a small image file may have millions of pixels to prepare

@@ -203,8 +203,8 @@ class TurnBody(ChatBody):
     large: bool
 
     @property
-    def tokens_field(self) -> str:
-        return "max_output_tokens"
+    def most_tokens(self) -> tuple[int | None, str]:
+        return self.max_completion_tokens, "max_output_tokens"
 
     @property
     def heavy(self) -> bool:

@@ -278,7 +278,7 @@ class Service:
             raise Refusal(400, "the prompt is empty: it needs at least one token", param="prompt", code="invalid_value")
         if len(prompt) > limits.prompt_tokens or left < 1:
             raise limits.too_long(str(len(prompt)), self.slots)
-        wanted, field = body.most_tokens, body.tokens_field
+        wanted, field = body.most_tokens
         if wanted is None:
             return min(default or limits.new_tokens, limits.new_tokens, left)
         if wanted > limits.new_tokens:
