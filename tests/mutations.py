@@ -353,8 +353,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-whole-layer-looks-back-without-end", "decoders/engine/model/weights/decoder_layers.py",
-        "        [kind.window or 0 for kind in kinds],\n",
-        "        [0 for kind in kinds],\n",
+        "[kind.window or 0 for kind in kinds], ", "[0 for kind in kinds], ",
         ("engine/model/test_whole_layers.py",),
     ),
     Mutation(

@@ -112,34 +112,19 @@ def whole_layers(
         for tensors in (of.keys, of.values, of.key_scales, of.value_scales)
     )
     norms = [module for layer, first in zip(layers, firsts, strict=True) for module, _ in (*layer.norms, first)]
+    weights = [own_parameters(module)["weight"] for module in norms if module is not None]
+    biased = sum(has << place for place, has in enumerate(one.biased))
+    normed = sum((module is not None) << place for place, module in enumerate(norms[: len(one.norms) + 1]))
+    sinks = [own_parameters(layer.attention)[layer.plan.sinks] for layer in layers if layer.plan.sinks is not None]
     # Windows are read in every call, because the self-check shortens them.
     kinds = [getattr(layer.attention, KIND_ATTRIBUTE, LayerKind()) for layer in layers]
+    scaling = keys[0].shape[3] ** -0.5 if one.plan.scaling is None else one.plan.scaling
     return products.decoder_layers(
-        x,
-        reads,
-        by.matrices,
-        by.scales,
-        by.biases,
-        sum(has << place for place, has in enumerate(one.biased)),
-        by.digits,
-        [own_parameters(module)["weight"] for module in norms if module is not None],
-        sum((module is not None) << place for place, module in enumerate(norms[: len(one.norms) + 1])),
-        *formula,
-        *turns,
-        cache.slots,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        cache.view,
-        mask,
-        [own_parameters(layer.attention)[layer.plan.sinks] for layer in layers if layer.plan.sinks is not None],
-        [kind.window or 0 for kind in kinds],
-        [kind.chunk or 0 for kind in kinds],
-        keys[0].shape[3] ** -0.5 if one.plan.scaling is None else one.plan.scaling,
-        one.plan.softcap or 0.0,
+        x, reads, by.matrices, by.scales, by.biases, biased, by.digits, weights, normed, *formula, *turns,
+        cache.slots, keys, values, key_scales, value_scales, cache.view, mask, sinks,
+        [kind.window or 0 for kind in kinds], [kind.chunk or 0 for kind in kinds], scaling, one.plan.softcap or 0.0,
         one.activation,
-    )
+    )  # fmt: skip
 
 
 class Layer(NamedTuple):
