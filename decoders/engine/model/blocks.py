@@ -172,7 +172,8 @@ class Blocks:
         static, multiple: see :class:`~decoders.engine.model.target.Target`.
 
     Attributes:
-        exact: whether every block keeps its size. Uncompiled passes over several rows need no padding (unless ``Target.rounds``).
+        exact: whether every block keeps its size. Uncompiled passes over several rows need no padding (unless ``Target.rounds`` or
+            ``Target.pads_blocks``).
         single: whether a block of one node per row keeps its size, because padding would not change its bits.
     """
 

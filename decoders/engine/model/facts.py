@@ -50,6 +50,7 @@ class Attending:
         kind_of_layer: per decoder layer, the index of its kind in `kinds`.
         group: number of query heads per key head, if it is the same in all layers; else 1.
         in_levels: whether the kernel reads the int8 values of a quantized cache. Otherwise the cache dequantizes them for attention.
+        own: whether layers compute attention in code of the model, which does not pad its queries.
     """
 
     by: Literal["sdpa", "triton", "cpu"]
@@ -57,6 +58,7 @@ class Attending:
     kind_of_layer: tuple[int, ...]
     group: int = 1
     in_levels: bool = False
+    own: bool = False
 
 
 @dataclass(frozen=True)

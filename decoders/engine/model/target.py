@@ -126,7 +126,8 @@ class Target:
         if ours is not None:
             self._attend_by(ours)
         in_levels = self.attends == "cpu" and layout.as_stored
-        self.attending = replace(self.attending, group=group, in_levels=in_levels)
+        own = len(layout.groups) < sum(spec.key_heads > 0 for spec in self.layout)
+        self.attending = replace(self.attending, group=group, in_levels=in_levels, own=own)
         if ours is not None and (self.products.few_rows or quantized.layers) and not self.recurrent:
             fuse_blocks(decoder_layers(self.model), ours, self._read_few)
         multiple = buckets.row_multiple(self.dtype, self.device, self.rounds)
@@ -228,12 +229,20 @@ class Target:
         """The tensors of all quantized matrices."""
         return [tensor for weight in self.products.quantized.weights for tensor in weight.tensors]
 
+    @property
+    def pads_blocks(self) -> bool:
+        """Whether the sizes of all blocks must be multiples of :attr:`multiple`, because nothing pads the queries of attention.
+
+        Otherwise blocks of several rows, and blocks of one node, may keep their size.
+        """
+        return self.multiple > 1 and self.attending.own
+
     def takes_single_nodes(self, rows: int) -> bool:
         """Whether a block of `rows` rows may have a single node per row.
 
         False if sizes are static, or if a token could change because a single node's logits have other bits.
         """
-        if self.static:
+        if self.static or self.pads_blocks:
             return False
         if (rows > 1 or self.products.few_rows) and not buckets.low_precision(self.dtype, self.rounds):
             return True

@@ -23,6 +23,7 @@ from decoders.engine.model.self_check import target_of
 from decoders.engine.model.target import Target
 from decoders.engine.model.weights.same_bits import align_activations
 from decoders.strategy import Draft
+from decoders.testing import Replay
 from decoders.testing.exactness import decode, prompts
 from decoders.testing.models import tiny_draft, tiny_model
 from decoders.tree import Topology
@@ -122,6 +123,30 @@ def test_for_torchs_attention_text_is_read_in_multiples_of_four_tokens(
     actual = model.generate(ids, **options, decoders_config=BY_TORCH | {"prefill_chunk": chunk})
     assert sizes and all(size % 4 == 0 or size == 1 for size in sizes)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_in_code_of_a_model_gets_multiples_of_four_nodes_for_any_number_of_rows(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    inputs = Target.inputs
+
+    def spy(self: Target, nodes: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(nodes.shape[1])
+        return inputs(self, nodes, *args, **options)
+
+    model = decoders.enable(tiny_model("falcon", hidden_size=384, num_kv_heads=4).bfloat16())
+    given = prompts(rows, length=130)
+    options: dict[str, Any] = dict(max_new_tokens=24, output_logits=True, decoders_config=AS_IT_IS)
+    decode(model, given, "autoregressive", max_new_tokens=1)  # checks the model, with blocks of other sizes
+    monkeypatch.setattr(Target, "inputs", spy)
+    plain = decode(model, given, "autoregressive", **options)
+    texts = [row[row != 0].tolist() for row in plain.sequences]
+    drafted = decode(model, given, Replay(texts=tuple(map(tuple, texts)), length=1), **options)
+    assert sizes and all(size % 4 == 0 for size in sizes)
+    assert drafted.report.steps < plain.report.steps
+    assert torch.equal(torch.stack(drafted.logits), torch.stack(plain.logits))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu", "sigmoid"])

@@ -129,7 +129,8 @@ class ForwardPass:
 
     def fit(self, blocks: Blocks, rows: int) -> None:
         """Sets the padding of `blocks`, which depends on the number of rows and on whether the next pass runs compiled."""
-        blocks.exact = rows > 1 and not (self.target.static or self.target.rounds or self.tiers.compiles(several=True))
+        padded = self.target.static or self.target.rounds or self.target.pads_blocks
+        blocks.exact = rows > 1 and not (padded or self.tiers.compiles(several=True))
         blocks.single = self.runs_single(rows)
 
     def _run(self, given: PassInput, kept: Tensor | None = None) -> ForwardResult:
