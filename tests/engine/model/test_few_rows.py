@@ -109,6 +109,14 @@ def test_gpt2s_layer_may_read_the_same_input_as_the_first_layer_of_an_adapter() 
     torch.testing.assert_close([layer(x) for layer in layers.values()], plain)
 
 
+def test_a_row_of_a_float32_adapter_has_the_same_bits_among_hundreds_of_rows_if_other_layers_have_16_bits() -> None:
+    layers = nn.ModuleDict({"base": nn.Linear(448, 448).bfloat16(), "a": nn.Linear(448, 8), "b": Conv1D(448, 8)})
+    multiply_few_rows(layers)
+    x = torch.randn(600, 448, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(layers["a"](x)[:7], layers["a"](x[:7]))
+    assert torch.equal(layers["b"](x[:, :8])[:7], layers["b"](x[:7, :8]))
+
+
 def test_wrong_type_of_input_raises_pytorchs_own_error() -> None:
     layer = nn.Linear(8, 8)
     multiply_few_rows(layer)

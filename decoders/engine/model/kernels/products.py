@@ -39,26 +39,31 @@ def operator_for(x: Tensor) -> Callable[..., Tensor]:
     return _operators[x.device.type]
 
 
-def product_or_none(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor | None:
+def product_or_none(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor], exact: bool = False
+) -> Tensor | None:
     """``x @ torch.cat(matrices).T + torch.cat(biases)``, ``[…, O]``; None if the device's kernel does not support these arguments.
 
     Args:
         x: ``[…, K]``.
         matrices: up to :data:`MOST_MATRICES` matrices ``[O, K]`` of equal strides.
         biases: a bias ``[O]`` for each matrix; or none.
+        exact: whether a row must have the same bits among hundreds of rows, also in float32 on the CPU, where torch may be faster.
 
     All tensors have the same dtype. On the CPU, matrices may also be in 16 bits and the other tensors in float32; the result then has
     the same bits as with matrices in float32.
     """
     operator = _operators[x.device.type]
-    if operator is not few_rows_on_cuda and not torch.compiler.is_dynamo_compiling():
+    by_cpu = operator is not few_rows_on_cuda
+    given = (x, matrices, biases, exact) if by_cpu else (x, matrices, biases)
+    if by_cpu and not torch.compiler.is_dynamo_compiling():
         try:  # the CPU's operator checks its arguments twenty times as fast as `fit`
-            return operator(x, matrices, biases)
+            return operator(*given)
         except RuntimeError:
             if fit(x, matrices, biases):
                 raise
             return None
-    return operator(x, matrices, biases) if fit(x, matrices, biases) else None
+    return operator(*given) if fit(x, matrices, biases) else None
 
 
 def fit(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:

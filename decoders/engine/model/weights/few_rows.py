@@ -28,8 +28,12 @@ def multiply_few_rows(model: nn.Module, groups: Sequence[Group] = (), exact_prod
     weights = {path: plain_weight(module) for path, module in modules.items()}
     chosen = {path: modules[path] for path, w in weights.items() if w is not None and multiplies(w, exact_products)}
     join(modules, groups, lambda path: _product_kind(chosen[path]) if path in chosen else None)
+    # In 16 bits a result's last bits can change a token. That includes float32 layers of such a model, for instance PEFT's adapters.
+    exact = any(w is not None and w.dtype.itemsize == 2 for w in weights.values())
     for module in chosen.values():
         module.__class__ = KINDS[type(module)]
+        if exact:
+            module.decoders_exact = True
     return len(chosen)
 
 

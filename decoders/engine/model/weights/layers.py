@@ -104,9 +104,11 @@ class FewRows(Joint):
 
     Attributes:
         decoders_narrow: None, or a 16-bit copy of a float32 weight with equal numbers and strides. Kernels then read the copy.
+        decoders_exact: whether a row must have the same bits among hundreds of rows, too.
     """
 
     decoders_narrow: Tensor | None = None
+    decoders_exact = False
 
     def matrix(self) -> Tensor:
         """The matrix ``[out, in]``, with any strides."""
@@ -132,7 +134,7 @@ def product_of(x: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
     The kernel checks the weights in every call, because a user may assign data with another dtype or other strides.
     """
     by = FewRows.operands(layers)
-    return product_or_none(x, by.matrices, by.biases)
+    return product_or_none(x, by.matrices, by.biases, layers[0].decoders_exact)
 
 
 class FewRowsLinear(FewRows, nn.Linear):

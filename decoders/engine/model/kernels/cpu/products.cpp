@@ -47,9 +47,9 @@ void many_rows_linear(const Tensor& x, const std::vector<Tensor>& matrices, cons
 }  // namespace
 
 // x: [..., K]; biases: [O] for each matrix, or none; matrices: up to three [O, K], all stored by rows or all by columns. Matrices have the
-// type of x; if x is float32, they may also all have one 16-bit type.
+// type of x; if x is float32, they may also all have one 16-bit type. exact: whether torch multiplies no rows, however many there are.
 template <class Tensor>
-Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, List<Tensor> matrices, List<Tensor> biases) {
+Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, List<Tensor> matrices, List<Tensor> biases, bool exact) {
     constexpr size_t MOST = 3;
     int64_t count = matrices.size(), inputs = x.size(x.dim() - 1), outputs = 0;
     STD_TORCH_CHECK(0 < count && count <= int64_t(MOST), "one to three matrices are multiplied at once, not ", count);
@@ -70,7 +70,7 @@ Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, List<Tensor> matrices, List
     Tensor out = with_last_size(x, outputs), rows = without_gaps(x);
     int64_t number = inputs ? x.numel() / inputs : 0;
     if constexpr (std::is_same_v<Tensor, TorchTensor>) {
-        if (number >= MANY_ROWS && x.scalar_type() == FLOAT && torch_is_faster()) {
+        if (!exact && number >= MANY_ROWS && x.scalar_type() == FLOAT && torch_is_faster()) {
             Tensor flat = torch::stable::view(out, {number, outputs});
             many_rows_linear(torch::stable::view(rows, {number, inputs}), matrices, biases, flat);
             return out;
@@ -88,10 +88,10 @@ Tensor DECODERS_NAMESPACE::few_rows_linear(Tensor x, List<Tensor> matrices, List
     return out;
 }
 
-template Lent DECODERS_NAMESPACE::few_rows_linear(Lent x, List<Lent> matrices, List<Lent> biases);
+template Lent DECODERS_NAMESPACE::few_rows_linear(Lent x, List<Lent> matrices, List<Lent> biases, bool exact);
 
 DECODERS_FRAGMENT(DECODERS_NAMESPACE, m) {
-    m.def("few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases) -> Tensor");
+    m.def("few_rows_linear(Tensor x, Tensor[] matrices, Tensor[] biases, bool exact=False) -> Tensor");
 }
 DECODERS_IMPL(DECODERS_NAMESPACE, m) {
     m.impl("few_rows_linear", TORCH_BOX(&few_rows_linear<Tensor>));

@@ -190,7 +190,7 @@ namespace DECODERS_NAMESPACE {
 template <class Tensor>
 using List = std::vector<Tensor>;
 template <class Tensor>
-Tensor few_rows_linear(Tensor x, List<Tensor> matrices, List<Tensor> biases);
+Tensor few_rows_linear(Tensor x, List<Tensor> matrices, List<Tensor> biases, bool exact = false);
 template <class Tensor>
 Tensor quantized_linear(Tensor x, List<Tensor> levels, List<Tensor> scales, List<Tensor> biases, int64_t digits);
 template <class Tensor>
