@@ -285,6 +285,54 @@ struct VectorPanels {
     }
 };
 
+// Multiplies many rows by a matrix with few inputs, such as an adapter's second matrix. VectorPanels would spend most of the time on adding the
+// lanes of each sum. Here a vector has an input's weights of LANES outputs, and the additions of a sum have the same order.
+template <class T>
+struct FewInputsPanels {
+    static constexpr long WIDE = LANES, MOST_INPUTS = 4 * LANES, LEAST_ROWS = 8;
+    static constexpr int TOGETHER = 4;  // rows
+    const float* x;
+    long ldx, rows, inputs;
+
+    void begin() const {}
+    void end() const {}
+    long operator()(const Matrix& matrix, long o, long left, float* y) const {
+        const long outputs = std::min(left, WIDE);
+        alignas(64) float weights[MOST_INPUTS][WIDE] = {};
+        for (long output = 0; output < outputs; output++)
+            for (long k = 0; k < inputs; k++) weights[k][output] = widen(((const T*)matrix.weights)[(o + output) * matrix.stride + k]);
+        long row = 0;
+        for (; row + TOGETHER <= rows; row += TOGETHER) multiply_rows<TOGETHER>(weights, x + row * ldx, y + row * WIDE);
+        for (; row < rows; row++) multiply_rows<1>(weights, x + row * ldx, y + row * WIDE);
+        return outputs;
+    }
+
+  private:
+    template <int N>
+    void multiply_rows(const float (*weights)[WIDE], const float* x, float* y) const {
+        Vec sums[N];
+        add_lanes<0, 0>(weights, x, sums);
+        for (int n = 0; n < N; n++) store(y + n * WIDE, sums[n]);
+    }
+    // The sums of lane LANE and of all lanes that `sum_of_four` adds to it before its last DEPTH additions.
+    template <int LANE, int DEPTH, int N>
+    void add_lanes(const float (*weights)[WIDE], const float* x, Vec (&sums)[N]) const {
+        constexpr int DISTANCES[] = {2, 1, 4, 8};  // between two lanes, from the last addition to the first
+        if constexpr (1 << DEPTH == LANES) {
+            for (Vec& sum : sums) sum = zeros();
+            for (long k = LANE; k < inputs; k += LANES) {
+                Vec column = load(weights[k]);
+                for (int n = 0; n < N; n++) sums[n] = multiply_add(column, broadcast(x[n * ldx + k]), sums[n]);
+            }
+        } else {
+            add_lanes<LANE, DEPTH + 1>(weights, x, sums);
+            Vec others[N];
+            add_lanes<LANE + DISTANCES[DEPTH], DEPTH + 1>(weights, x, others);
+            for (int n = 0; n < N; n++) sums[n] += others[n];
+        }
+    }
+};
+
 #if defined(__AMX_BF16__)
 template <class W>
 struct TilePanels : Tiles<W> {
@@ -391,6 +439,13 @@ void multiply(const T* x, long rows, long inputs, const Matrix* matrices, int co
             }
 #endif
             const auto* prepared = prepare_rows<typename S::Row, S::STEP, S::AS_GIVEN>(x, some, inputs, ldx, threads, S::prepare);
+            if constexpr (S::STEP == LANES) {
+                using Panels = FewInputsPanels<W>;
+                if (inputs <= Panels::MOST_INPUTS && some >= Panels::LEAST_ROWS) {
+                    multiply_block(Panels{prepared, ldx, some, inputs}, some, 1, matrices, count, out, outputs, threads);
+                    continue;
+                }
+            }
             multiply_block(VectorPanels<S>{prepared, ldx, some, inputs}, some, 1, matrices, count, out, outputs, threads);
         }
     }
